@@ -1,0 +1,49 @@
+"""Names on storage: step directories, data files, manifests, ``.metadata``.
+
+    <directory>/step-300/__0_9f3ac1d2-3.distcp       rank 0's data file of attempt 9f3ac1d2-3
+                         __0_9f3ac1d2-3.manifest     its shard manifest
+                         .metadata                   the table of contents; its presence is the commit
+
+Data files carry the attempt in their name, so a second attempt at a step never touches the bytes of the first.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePosixPath
+
+METADATA_NAME = ".metadata"
+_STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
+_FILE = re.compile(r"__(0|[1-9][0-9]{0,6})_([0-9a-f]{8}-[0-9]{1,10})\.(distcp|manifest)")
+
+
+def step_name(step: int) -> str:
+    """Name of a step's directory."""
+    return f"step-{step}"
+
+
+def step_of(name: str) -> int | None:
+    """The step of a directory name, or None if it is not one of ours."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def checkpoint_id(directory: str, step: int) -> str:
+    """Where a step lives; the ``checkpoint_id`` to give to ``torch.distributed.checkpoint.load``."""
+    return str(PurePosixPath(directory) / step_name(step))
+
+
+def data_file_name(rank: int, save_id: str) -> str:
+    """Name of a rank's data file in one attempt."""
+    return f"__{rank}_{save_id}.distcp"
+
+
+def manifest_name(rank: int, save_id: str) -> str:
+    """Name of the shard manifest beside a data file."""
+    return f"__{rank}_{save_id}.manifest"
+
+
+def attempt_of(name: str) -> tuple[int, str] | None:
+    """``(rank, save_id)`` of a data file or manifest name, or None if it is not one of ours."""
+    match = _FILE.fullmatch(name)
+    return (int(match[1]), match[2]) if match else None

@@ -1,0 +1,169 @@
+"""Message <-> bytes. The only importer of msgpack.
+
+A frame is one msgpack array ``[protocol version, type name, {field: value}]``. Records inside a message (plan items,
+failure reports) are arrays of their fields in order, because a plan has thousands of them. Unknown fields are ignored
+(a newer minor sender may add them), missing fields must have a default; unknown types, other versions, wrong types of
+value and oversized frames are refused by name. Nothing received is trusted: every value is checked against the
+declared type.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import msgpack
+
+from ckpt_proto.errors import CheckpointError, LocalProtocolError, RemoteProtocolError
+from ckpt_proto.messages import Message
+from ckpt_proto.version import PROTOCOL_VERSION
+
+MAX_MESSAGE_BYTES = 512 << 20
+"""Largest frame that is sent or accepted: the plans of 1,024 ranks x 2,000 items are about 300 MiB."""
+
+Decoder = Callable[[Any, str], Any]
+
+
+def encode(message: Message, *, version: int = PROTOCOL_VERSION) -> bytes:
+    """The frame of ``message``.
+
+    Raises:
+        LocalProtocolError: the frame would be larger than :data:`MAX_MESSAGE_BYTES`.
+    """
+    fields = {field.name: _plain(getattr(message, field.name)) for field in dataclasses.fields(message)}
+    frame: bytes = msgpack.packb([version, type(message).__name__, fields], use_bin_type=True)
+    if len(frame) > MAX_MESSAGE_BYTES:
+        raise LocalProtocolError(
+            f"{type(message).__name__} has {len(frame)} bytes; at most {MAX_MESSAGE_BYTES} can be sent"
+        )
+    return frame
+
+
+def decode(frame: bytes | memoryview) -> Message:
+    """The message in ``frame``.
+
+    Raises:
+        RemoteProtocolError: the frame is too large, no msgpack, of another protocol version, of an unknown type, or
+            one of its fields is missing, of a wrong type or out of bounds. The error names which.
+    """
+    if len(frame) > MAX_MESSAGE_BYTES:
+        raise RemoteProtocolError(f"a frame of {len(frame)} bytes; at most {MAX_MESSAGE_BYTES} are accepted")
+    version, name, fields = _envelope(frame)
+    if version != PROTOCOL_VERSION:
+        raise RemoteProtocolError(
+            f"the other side speaks protocol version {version!r}, this side {PROTOCOL_VERSION}: "
+            "install the same ckpt-sidecar release for trainer and sidecar"
+        )
+    cls = Message.TYPES.get(name) if isinstance(name, str) else None
+    if cls is None:
+        raise RemoteProtocolError(f"unknown message type {str(name)[:80]!r}")
+    if not isinstance(fields, dict):
+        raise RemoteProtocolError(f"{name}: fields are {type(fields).__name__}, expected a map")
+    message: Message = _build(cls, fields, name)
+    return message
+
+
+def _envelope(frame: bytes | memoryview) -> tuple[Any, Any, Any]:
+    try:
+        envelope = msgpack.unpackb(frame, raw=False, strict_map_key=True)
+    except Exception as error:  # msgpack raises a dozen types, ValueError to StackError, on hostile input
+        raise RemoteProtocolError(f"a frame of {len(frame)} bytes is not msgpack: {error}") from error
+    if not isinstance(envelope, list) or len(envelope) != 3:
+        raise RemoteProtocolError("a frame is not an array of version, type and fields")
+    return envelope[0], envelope[1], envelope[2]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if dataclasses.is_dataclass(value):
+        return [_plain(getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return value
+
+
+@cache
+def _field_names(cls: type) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(cls))
+
+
+@cache
+def _field_decoders(cls: type) -> tuple[tuple[dataclasses.Field[Any], Decoder], ...]:
+    hints = typing.get_type_hints(cls)
+    return tuple((field, _decoder(hints[field.name])) for field in dataclasses.fields(cls))
+
+
+def _build(cls: type, fields: dict[str, Any], where: str) -> Any:
+    values = {}
+    for field, decoder in _field_decoders(cls):
+        if field.name in fields:
+            values[field.name] = decoder(fields[field.name], f"{where}.{field.name}")
+        elif field.default is dataclasses.MISSING:
+            raise RemoteProtocolError(f"{where}: field {field.name!r} is missing")
+    try:
+        return cls(**values)
+    except (CheckpointError, ValueError) as error:
+        raise RemoteProtocolError(f"{where}: {error}") from error
+
+
+@cache
+def _decoder(hint: Any) -> Decoder:
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return _union_decoder(typing.get_args(hint))
+    if origin is tuple:
+        item, ellipsis = typing.get_args(hint)
+        if ellipsis is not Ellipsis:
+            raise LocalProtocolError(f"the codec has no form for {hint}")
+        return _tuple_decoder(_decoder(item))
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return _record_decoder(hint)
+    if hint in (bool, int, float, str, bytes):
+        return _scalar_decoder(hint)
+    raise LocalProtocolError(f"the codec has no form for {hint}")
+
+
+def _scalar_decoder(expected: type) -> Decoder:
+    def decode_scalar(value: Any, where: str) -> Any:
+        if type(value) is expected:
+            return value
+        if expected is float and type(value) is int:
+            return float(value)
+        raise RemoteProtocolError(f"{where}: {type(value).__name__}, expected {expected.__name__}")
+
+    return decode_scalar
+
+
+def _union_decoder(members: tuple[Any, ...]) -> Decoder:
+    decoders = [(member, _decoder(member)) for member in members if member is not type(None)]
+
+    def decode_union(value: Any, where: str) -> Any:
+        if value is None and type(None) in members:
+            return None
+        for member, decoder in decoders:
+            if len(decoders) == 1 or type(value) is member:
+                return decoder(value, where)
+        raise RemoteProtocolError(f"{where}: {type(value).__name__} is none of the allowed types")
+
+    return decode_union
+
+
+def _tuple_decoder(item: Decoder) -> Decoder:
+    def decode_tuple(value: Any, where: str) -> Any:
+        if type(value) is not list:
+            raise RemoteProtocolError(f"{where}: {type(value).__name__}, expected an array")
+        return tuple([item(element, where) for element in value])
+
+    return decode_tuple
+
+
+def _record_decoder(cls: type) -> Decoder:
+    def decode_record(value: Any, where: str) -> Any:
+        if type(value) is not list:
+            raise RemoteProtocolError(f"{where}: {type(value).__name__}, expected an array of {cls.__name__}")
+        return _build(cls, dict(zip(_field_names(cls), value, strict=False)), where)
+
+    return decode_record
