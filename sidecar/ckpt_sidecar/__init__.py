@@ -1,0 +1,1 @@
+"""The per-node checkpoint writer: turns sealed regions into durable, committed DCP checkpoints."""

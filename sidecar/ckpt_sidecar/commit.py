@@ -1,0 +1,182 @@
+"""The commit: shard manifests -> completeness check -> DCP ``Metadata`` -> ``.metadata`` published, last.
+
+The only importer of DCP's private name ``_StorageInfo``. The metadata is built from the manifests alone, so that any
+process can finish a complete attempt on any later day.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ckpt_proto.checkpoint_layout import METADATA_NAME, attempt_of, checkpoint_id, manifest_name
+from ckpt_proto.codec import decode
+from ckpt_proto.errors import AlreadyCommitted, IncompleteCheckpoint
+from ckpt_proto.identity import SaveKey
+from ckpt_proto.plan_items import ItemKind, PlanItem
+from ckpt_proto.shard_manifest import ShardManifest
+from ckpt_sidecar.durable_fs import publish, remove_files
+from ckpt_sidecar.events import Publish
+from ckpt_sidecar.frames import dtype_of
+
+DCP_VERSION = "1.0.0"
+"""Value of ``Metadata.version`` that DCP's own writer sets (the field exists since torch 2.9)."""
+
+_MEMORY_FORMATS = {name: getattr(torch, name) for name in ("contiguous_format", "channels_last", "preserve_format")}
+
+
+def publish_checkpoint(order: Publish) -> None:
+    """Carry out a commit order.
+
+    Raises:
+        IncompleteCheckpoint: a manifest or data file is missing, has a wrong size, belongs to another plan, or the
+            entries do not add up to the whole state; nothing became visible.
+        AlreadyCommitted: the step has been committed by another attempt and ``overwrite`` was not asked for.
+    """
+    directory = Path(checkpoint_id(order.directory, order.save.step))
+    target = directory / METADATA_NAME
+    if target.exists() and not order.overwrite:
+        raise AlreadyCommitted(f"step {order.save.step} is committed already in {directory}")
+    manifests = read_manifests(directory, order.save.save_id, order.world_size)
+    check_complete(directory, manifests, order)
+    metadata = build_metadata(manifests, str(directory))
+    publish(target, pickle.dumps(metadata, protocol=4), overwrite=order.overwrite)
+    if order.overwrite:
+        _remove_superseded(directory, order.save)
+
+
+def read_manifests(directory: Path, save_id: str, world_size: int) -> list[ShardManifest]:
+    """The manifests of an attempt, in the order of ranks.
+
+    Raises:
+        IncompleteCheckpoint: one is missing or is not a manifest; the error names ranks.
+    """
+    manifests: list[ShardManifest] = []
+    missing: list[int] = []
+    for rank in range(world_size):
+        try:
+            frame = (directory / manifest_name(rank, save_id)).read_bytes()
+        except FileNotFoundError:
+            missing.append(rank)
+            continue
+        manifest = decode(frame)
+        if not isinstance(manifest, ShardManifest):
+            raise IncompleteCheckpoint(f"{directory / manifest_name(rank, save_id)} is no shard manifest")
+        manifests.append(manifest)
+    if missing:
+        raise IncompleteCheckpoint(f"{directory}: attempt {save_id} has no shard manifest of ranks {missing[:20]}")
+    return manifests
+
+
+def check_complete(directory: Path, manifests: Sequence[ShardManifest], order: Publish) -> None:
+    """Every planned item is present exactly once and every file has its recorded size.
+
+    Raises:
+        IncompleteCheckpoint: it is not so; the error names rank, file and numbers.
+    """
+    for rank, manifest in enumerate(manifests):
+        said = (manifest.rank, manifest.save, manifest.world_size, manifest.plan_id)
+        if said != (rank, order.save, order.world_size, order.plan_id):
+            raise IncompleteCheckpoint(f"manifest of rank {rank} in {directory} belongs to another save: {said}")
+        if order.entry_counts and len(manifest.entries) != order.entry_counts[rank]:
+            raise IncompleteCheckpoint(
+                f"rank {rank} wrote {len(manifest.entries)} entries, {order.entry_counts[rank]} were planned"
+            )
+        path = directory / manifest.file_name
+        size = os.stat(path).st_size if path.exists() else None
+        if size != manifest.file_bytes:
+            raise IncompleteCheckpoint(f"{path} has {size} bytes, its manifest says {manifest.file_bytes}")
+    _check_items(entry.item for manifest in manifests for entry in manifest.entries)
+
+
+def _check_items(items: Iterable[PlanItem]) -> None:
+    seen: set[tuple[str, tuple[int, ...] | None]] = set()
+    stored: dict[str, int] = {}
+    whole: dict[str, int] = {}
+    for item in items:
+        if item.key in seen:
+            raise IncompleteCheckpoint(f"{item.fqn} at {item.offsets} is stored twice")
+        seen.add(item.key)
+        if item.kind != ItemKind.BYTES.value:
+            stored[item.fqn] = stored.get(item.fqn, 0) + math.prod(item.sizes)
+            whole[item.fqn] = math.prod(item.global_sizes)
+    for fqn, elements in stored.items():
+        if elements != whole[fqn]:
+            raise IncompleteCheckpoint(f"{fqn} has {elements} of {whole[fqn]} elements stored")
+
+
+def build_metadata(manifests: Sequence[ShardManifest], where: str) -> Metadata:
+    """The table of contents that DCP's own planner and writer would have made for these manifests."""
+    state: dict[str, Any] = {}
+    planner_data: dict[str, tuple[str | int, ...]] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for manifest in manifests:
+        for entry in manifest.entries:
+            item = entry.item
+            _add_state(state, item)
+            if item.path is not None:
+                planner_data[item.fqn] = item.path
+            storage[_index(item)] = _StorageInfo(manifest.file_name, entry.offset_bytes, entry.length_bytes)
+    metadata = Metadata(
+        state_dict_metadata=state,
+        planner_data=planner_data or None,
+        storage_data=storage,
+        # A str: a pickled pathlib.Path is not readable across Python 3.12 / 3.13.
+        storage_meta=StorageMeta(checkpoint_id=where, save_id=manifests[0].save.save_id),
+    )
+    if any(field.name == "version" for field in fields(Metadata)):
+        metadata.version = DCP_VERSION
+    return metadata
+
+
+def _index(item: PlanItem) -> MetadataIndex:
+    if item.kind == ItemKind.BYTES.value:
+        return MetadataIndex(item.fqn)
+    hint = item.index_hint if item.index_hint >= 0 else None
+    return MetadataIndex(item.fqn, torch.Size(item.offsets), hint)
+
+
+def _add_state(state: dict[str, Any], item: PlanItem) -> None:
+    if item.kind == ItemKind.BYTES.value:
+        state[item.fqn] = BytesStorageMetadata()
+        return
+    if item.fqn not in state:
+        properties = TensorProperties(
+            dtype=dtype_of(item.dtype),
+            layout=getattr(torch, item.layout),
+            requires_grad=item.requires_grad,
+            memory_format=_MEMORY_FORMATS[item.memory_format],
+            pin_memory=item.pin_memory,
+        )
+        state[item.fqn] = TensorStorageMetadata(properties, torch.Size(item.global_sizes), [])
+    state[item.fqn].chunks.append(ChunkStorageMetadata(torch.Size(item.offsets), torch.Size(item.sizes)))
+
+
+def _remove_superseded(directory: Path, save: SaveKey) -> None:
+    """Remove the files of attempts before this one; a later attempt of the same session may be under way and stays."""
+    superseded: list[Path] = []
+    for path in directory.iterdir():
+        attempt = attempt_of(path.name)
+        if attempt is None:
+            continue
+        session, _, seq = attempt[1].partition("-")
+        if session != save.session or int(seq) < save.seq:
+            superseded.append(path)
+    remove_files(superseded)

@@ -1,0 +1,96 @@
+"""The only ways this project makes something durable on a file system.
+
+What is relied on: ``fsync`` of a file makes its bytes and size durable, ``fsync`` of a directory makes its entries
+durable, ``rename`` and ``link`` within a directory are atomic. POSIX does not promise that a file that was fsynced
+can be found after a crash unless its directory was fsynced too, so both are done, in that order. A disk that lies
+about its cache is beyond us.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ckpt_proto.errors import AlreadyCommitted
+
+
+def make_dirs(path: Path) -> None:
+    """Make ``path`` and missing parents, each durable in its parent."""
+    if path.is_dir():
+        return
+    make_dirs(path.parent)
+    try:
+        path.mkdir()
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+    sync_dir(path.parent)
+
+
+def sync_dir(path: Path) -> None:
+    """Make the entries of a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a new file that is durable under its name when this returns; a crash leaves no partial file there.
+
+    An existing file is replaced. The temporary file lies beside it with a ``.tmp`` suffix and is removed on error.
+    """
+    temporary = _write_temporary(path, content)
+    try:
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_dir(path.parent)
+
+
+def publish(path: Path, content: bytes, *, overwrite: bool) -> None:
+    """Like :func:`write_file`, but the name appears only if it was free, unless ``overwrite``.
+
+    Raises:
+        AlreadyCommitted: somebody else has published ``path``; their file is untouched.
+    """
+    if overwrite:
+        write_file(path, content)
+        return
+    temporary = _write_temporary(path, content)
+    try:
+        os.link(temporary, path)
+    except FileExistsError as error:
+        raise AlreadyCommitted(
+            f"{path} exists already: pass overwrite=True to save() to replace the checkpoint"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_dir(path.parent)
+
+
+def _write_temporary(path: Path, content: bytes) -> Path:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        view = memoryview(content)
+        while view:
+            view = view[os.write(fd, view) :]
+        os.fsync(fd)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(fd)
+    return temporary
+
+
+def remove_files(paths: list[Path]) -> None:
+    """Remove files that may be missing; the removal is durable when this returns."""
+    for path in paths:
+        path.unlink(missing_ok=True)
+    for parent in {path.parent for path in paths}:
+        if parent.is_dir():
+            sync_dir(parent)

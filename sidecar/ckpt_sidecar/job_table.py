@@ -1,0 +1,411 @@
+"""One node: its ranks, their regions and shard jobs. Pure: events in, actions out.
+
+No clock, socket, thread, file or torch in here; the time comes with each event. The lifecycles of
+region and shard job are walked by the tables in ``ckpt_proto.lifecycles``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from ckpt_proto.errors import FailureReport, LocalProtocolError, report_of
+from ckpt_proto.identity import SaveKey
+from ckpt_proto.lifecycles import REGION, SHARD, RegionEvent, RegionState, ShardEvent, ShardState, is_terminal, walk
+from ckpt_proto.messages import (
+    Aborted,
+    Committed,
+    Farewell,
+    FinalPlan,
+    Goodbye,
+    GrowRegion,
+    Heartbeat,
+    Hello,
+    Message,
+    Pong,
+    RankLeft,
+    Refused,
+    RegionReady,
+    RegionRefused,
+    ReportFailure,
+    ShardPersisted,
+    ShardStaged,
+    SlotFreed,
+    SubmitShard,
+    Welcome,
+)
+from ckpt_sidecar.compatibility import torch_mismatch
+from ckpt_sidecar.events import (
+    UNKNOWN_PID,
+    Action,
+    CancelShard,
+    Event,
+    FromCoordinator,
+    FromRank,
+    PrepareRegion,
+    RankDied,
+    RegionFailed,
+    RegionPrepared,
+    RemoveShardFiles,
+    Send,
+    ShardBroken,
+    ShardDurable,
+    ShardStarted,
+    ToCoordinator,
+    WriteShard,
+)
+
+FIRST_BYTE_CAPACITY: Final = 64 << 10
+"""Room in bytes kept for byte entries of a new region; GrowRegion asks for more."""
+
+MAX_ENDED_JOBS: Final = 64
+"""Ended shard jobs kept for ``status``, late messages and diagnosis."""
+
+
+@dataclass
+class Slot:
+    """One region of one rank. ``ready`` is None until it has been prepared; ``preparing`` while a worker is at it."""
+
+    state: RegionState = RegionState.FREE
+    generation: int = 0
+    ready: RegionReady | None = None
+    preparing: bool = False
+
+    def walk(self, event: RegionEvent) -> None:
+        """One step of the region's lifecycle."""
+        self.state = walk(REGION, self.state, event)
+
+
+@dataclass
+class RankRecord:
+    """One rank of this node. ``session`` is empty until the coordinator has welcomed it.
+
+    ``other_namespace``: the kernel cannot name its process to us, so only heartbeats tell whether it lives.
+    """
+
+    hello: Hello
+    peer: bytes
+    other_namespace: bool = False
+    alive: bool = True
+    left_in_order: bool = False
+    session: str = ""
+    plan: FinalPlan | None = None
+    slots: list[Slot] = field(default_factory=list)
+
+
+@dataclass
+class ShardJob:
+    """One rank's part of one attempt."""
+
+    submit: SubmitShard
+    directory: str
+    state: ShardState
+    queued_s: float
+    aborted: bool = False
+    nbytes: int = 0
+
+    def walk(self, event: ShardEvent) -> None:
+        """One step of the shard job's lifecycle."""
+        self.state = walk(SHARD, self.state, event)
+
+
+class JobTable:
+    """The node's decisions. ``handle`` is the only method that changes anything."""
+
+    def __init__(self, job_id: str, sidecar_id: str, node: str, torch_version: str) -> None:
+        self._job_id = job_id
+        self._sidecar_id = sidecar_id
+        self._node = node
+        self._torch_version = torch_version
+        self.draining = False
+        self.ranks: dict[int, RankRecord] = {}
+        self.jobs: dict[tuple[int, SaveKey], ShardJob] = {}
+        self.written_bytes = 0
+
+    # ------------------------------------------------------------ questions
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a shard job has not ended."""
+        return any(not is_terminal(SHARD, job.state) for job in self.jobs.values())
+
+    @property
+    def living_ranks(self) -> list[int]:
+        """Ranks of this node whose client is connected."""
+        return [rank for rank, record in self.ranks.items() if record.alive]
+
+    @property
+    def ended_in_order(self) -> bool:
+        """Whether there were ranks and the client of each has said Goodbye: nobody is coming back."""
+        return bool(self.ranks) and all(record.left_in_order for record in self.ranks.values())
+
+    # ------------------------------------------------------------ events
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        """Take one event, return what to do. An event that changes nothing returns no action."""
+        match event:
+            case FromRank():
+                return self._from_rank(event, now_s)
+            case FromCoordinator(rank=rank, message=message):
+                return self._from_coordinator(rank, message)
+            case RankDied(rank=rank, pid=pid, reason=reason):
+                return self._rank_gone(rank, pid, reason)
+            case RegionPrepared(rank=rank, ready=ready):
+                return self._region_prepared(rank, ready)
+            case RegionFailed():
+                return self._region_failed(event)
+            case ShardStarted(rank=rank, save=save):
+                return self._shard_started(rank, save)
+            case ShardDurable(rank=rank, save=save, nbytes=nbytes):
+                return self._shard_durable(rank, save, nbytes)
+            case ShardBroken(rank=rank, save=save, failure=failure):
+                return self._shard_broken(rank, save, failure)
+        return []
+
+    def _from_rank(self, event: FromRank, now_s: float) -> list[Action]:
+        message = event.message
+        if isinstance(message, Hello):
+            return self._hello(event, message)
+        record = self._record_of(event.peer)
+        if isinstance(message, Heartbeat):
+            return [Send(event.peer, Pong(self._sidecar_id, known=record is not None))]
+        if record is None:
+            return [Send(event.peer, Pong(self._sidecar_id, known=False))]
+        rank = record.hello.rank
+        if isinstance(message, Goodbye):
+            return [*self._rank_gone(rank, record.hello.pid, ""), Send(event.peer, Farewell())]
+        if isinstance(message, SubmitShard):
+            return self._submit(record, message, now_s)
+        if isinstance(message, GrowRegion):
+            return self._grow(record, message)
+        return [ToCoordinator(rank, message)]
+
+    def _record_of(self, peer: bytes) -> RankRecord | None:
+        for record in self.ranks.values():
+            if record.peer == peer and record.alive:
+                return record
+        return None
+
+    # ------------------------------------------------------------ coming and going
+
+    def _hello(self, event: FromRank, hello: Hello) -> list[Action]:
+        failure = self._refusal(event, hello)
+        if failure is not None:
+            return [Send(event.peer, Refused(failure.at(hello.rank, self._node)))]
+        old = self.ranks.get(hello.rank)
+        record = RankRecord(hello, event.peer, other_namespace=event.pid == UNKNOWN_PID)
+        record.slots = old.slots if old else []
+        for slot in record.slots:
+            slot.ready = None if slot.state is RegionState.FREE else slot.ready
+        while len(record.slots) < hello.slots:
+            record.slots.append(Slot())
+        self.ranks[hello.rank] = record
+        return [ToCoordinator(hello.rank, hello)]
+
+    def _refusal(self, event: FromRank, hello: Hello) -> FailureReport | None:
+        if hello.job_id != self._job_id:
+            return FailureReport("WrongJob", f"this sidecar serves job {self._job_id}, the client is of {hello.job_id}")
+        if event.pid not in (UNKNOWN_PID, hello.pid):
+            return FailureReport("WrongProcess", f"the client says it is pid {hello.pid}, the kernel says {event.pid}")
+        mismatch = torch_mismatch(self._torch_version, hello.torch_version)
+        if mismatch:
+            return FailureReport("TorchMismatch", mismatch)
+        old = self.ranks.get(hello.rank)
+        same = old is not None and (old.hello.pid, old.hello.process_start_s) == (hello.pid, hello.process_start_s)
+        if old is not None and old.alive and not same:
+            return FailureReport(
+                "RankTaken",
+                f"rank {hello.rank} of job {self._job_id} is already served for living pid {old.hello.pid}; "
+                f"pid {hello.pid} asked too",
+                hint="one CheckpointClient per rank and job: close the first, or give the second job its own "
+                "CKPT_SIDECAR_JOB_ID",
+            )
+        if old is not None and old.alive and not hello.session:
+            return FailureReport(
+                "RankTaken",
+                f"pid {hello.pid} (rank {hello.rank}) has an open CheckpointClient already",
+                hint="close the first client before making a second one",
+            )
+        if self.draining and not hello.session:
+            return FailureReport(
+                "SidecarDraining", f"the sidecar of job {self._job_id} is draining and takes no new clients"
+            )
+        return None
+
+    def _rank_gone(self, rank: int, pid: int, reason: str) -> list[Action]:
+        record = self.ranks.get(rank)
+        if record is None or not record.alive or record.hello.pid != pid:
+            return []
+        record.alive = False
+        record.left_in_order = not reason
+        record.plan = None
+        return [ToCoordinator(rank, RankLeft(rank, reason))]
+
+    # ------------------------------------------------------------ plans and regions
+
+    def _from_coordinator(self, rank: int, message: Message) -> list[Action]:
+        record = self.ranks.get(rank)
+        actions: list[Action] = []
+        if isinstance(message, Aborted):
+            actions += self._abort_job(rank, message.save)
+        if record is None or not record.alive:
+            return actions
+        if isinstance(message, Welcome):
+            record.session = message.session
+            message = replace(message, sidecar_id=self._sidecar_id, node=self._node, torch_version=self._torch_version)
+        elif isinstance(message, Refused):
+            record.alive = False
+        elif isinstance(message, FinalPlan):
+            record.plan = message
+            actions += self._prepare_free_slots(record)
+        elif isinstance(message, (Aborted, Committed)) and message.save.session != record.session:
+            return actions
+        elif isinstance(message, Aborted) and message.replan:
+            record.plan = None
+        return [Send(record.peer, message), *actions]
+
+    def _prepare_free_slots(self, record: RankRecord) -> list[Action]:
+        actions: list[Action] = []
+        for index in range(record.hello.slots):
+            actions += self._prepare(record, index)
+        return actions
+
+    def _prepare(self, record: RankRecord, index: int, byte_capacity: int = FIRST_BYTE_CAPACITY) -> list[Action]:
+        """Prepare a slot for the rank's plan unless it is in use, being prepared, or ready for it."""
+        slot, plan = record.slots[index], record.plan
+        if plan is None or slot.preparing or slot.state is not RegionState.FREE:
+            return []
+        if slot.ready and slot.ready.plan_id == plan.plan_id and slot.ready.byte_capacity >= byte_capacity:
+            return []
+        slot.preparing = True
+        slot.ready = None
+        slot.generation += 1
+        rank = record.hello.rank
+        return [PrepareRegion(rank, index, slot.generation, plan.plan_id, plan.items, byte_capacity)]
+
+    def _region_prepared(self, rank: int, ready: RegionReady) -> list[Action]:
+        record = self.ranks[rank]
+        slot = record.slots[ready.slot]
+        slot.preparing = False
+        if record.plan is None or ready.plan_id != record.plan.plan_id or not record.alive:
+            return self._prepare(record, ready.slot)
+        slot.ready = ready
+        return [Send(record.peer, ready)]
+
+    def _region_failed(self, event: RegionFailed) -> list[Action]:
+        record = self.ranks[event.rank]
+        record.slots[event.slot].preparing = False
+        if record.plan is None or event.plan_id != record.plan.plan_id or not record.alive:
+            return self._prepare(record, event.slot)
+        failure = event.failure.at(event.rank, self._node)
+        return [Send(record.peer, RegionRefused(event.plan_id, event.slot, failure))]
+
+    def _grow(self, record: RankRecord, message: GrowRegion) -> list[Action]:
+        plan = record.plan
+        if plan is None or plan.plan_id != message.plan_id or message.slot >= record.hello.slots:
+            failure = FailureReport("StalePlan", f"plan {message.plan_id} is not the plan of rank {record.hello.rank}")
+            return [Send(record.peer, RegionRefused(message.plan_id, message.slot, failure))]
+        return self._prepare(record, message.slot, message.byte_capacity)
+
+    # ------------------------------------------------------------ shard jobs
+
+    def _submit(self, record: RankRecord, submit: SubmitShard, now_s: float) -> list[Action]:
+        rank = record.hello.rank
+        if (rank, submit.save) in self.jobs:
+            return []
+        try:
+            plan = self._check_submit(record, submit)
+        except LocalProtocolError as error:
+            failure = report_of(error, hint="this is a bug in the client or a message of an earlier life").at(
+                rank, self._node
+            )
+            # The client counts the slot as ours since it sealed it: give it back, whatever was wrong.
+            freed = SlotFreed(submit.slot, submit.generation)
+            return [Send(record.peer, freed), ToCoordinator(rank, ReportFailure(submit.save, failure))]
+        slot = record.slots[submit.slot]
+        slot.walk(RegionEvent.FILL)
+        slot.walk(RegionEvent.SEAL)
+        self._forget_old_jobs()
+        directory = record.hello.directory
+        self.jobs[rank, submit.save] = ShardJob(submit, directory, ShardState.QUEUED, now_s)
+        return [
+            WriteShard(submit, plan.items, directory, record.hello.world_size, self._torch_version),
+            ToCoordinator(rank, ShardStaged(submit.save, rank, submit.plan_id, submit.overwrite)),
+        ]
+
+    def _check_submit(self, record: RankRecord, submit: SubmitShard) -> FinalPlan:
+        plan, slot = record.plan, record.slots[submit.slot] if submit.slot < len(record.slots) else None
+        if submit.rank != record.hello.rank or submit.save.session != record.session:
+            raise LocalProtocolError(
+                f"rank {submit.rank} of session {submit.save.session} submitted on the connection of rank "
+                f"{record.hello.rank} of session {record.session}"
+            )
+        if plan is None or slot is None or slot.ready is None or submit.plan_id != plan.plan_id:
+            raise LocalProtocolError(
+                f"slot {submit.slot} was submitted for plan {submit.plan_id}, which is not current"
+            )
+        if slot.state is not RegionState.FREE or submit.generation != slot.generation:
+            raise LocalProtocolError(
+                f"slot {submit.slot} (generation {slot.generation}, {slot.state.value}) was submitted as generation "
+                f"{submit.generation}"
+            )
+        expected = sum(not item.is_framed for item in plan.items)
+        if len(submit.byte_lengths) != expected or sum(submit.byte_lengths) > slot.ready.byte_capacity:
+            raise LocalProtocolError(
+                f"{len(submit.byte_lengths)} byte entries of {sum(submit.byte_lengths)} bytes; the plan has {expected} "
+                f"and the region room for {slot.ready.byte_capacity} bytes"
+            )
+        return plan
+
+    def _forget_old_jobs(self) -> None:
+        ended = [key for key, job in self.jobs.items() if is_terminal(SHARD, job.state)]
+        for key in ended[: max(0, len(ended) - MAX_ENDED_JOBS)]:
+            del self.jobs[key]
+
+    def _shard_started(self, rank: int, save: SaveKey) -> list[Action]:
+        job = self.jobs[rank, save]
+        if job.state is ShardState.QUEUED:
+            job.walk(ShardEvent.START)
+        return []
+
+    def _shard_durable(self, rank: int, save: SaveKey, nbytes: int) -> list[Action]:
+        job = self.jobs[rank, save]
+        job.walk(ShardEvent.DURABLE)
+        job.nbytes = nbytes
+        self.written_bytes += nbytes
+        if job.aborted:
+            return [RemoveShardFiles(rank, save, job.directory), *self._release(rank, job)]
+        persisted = ShardPersisted(save, rank, nbytes)
+        record = self.ranks[rank]
+        mine = record.alive and record.session == save.session
+        to_client: list[Action] = [Send(record.peer, persisted)] if mine else []
+        return [*to_client, *self._release(rank, job), ToCoordinator(rank, persisted)]
+
+    def _shard_broken(self, rank: int, save: SaveKey, failure: FailureReport) -> list[Action]:
+        job = self.jobs[rank, save]
+        job.walk(ShardEvent.CANCEL if job.aborted else ShardEvent.FAIL)
+        actions: list[Action] = [RemoveShardFiles(rank, save, job.directory), *self._release(rank, job)]
+        if not job.aborted:
+            actions.append(ToCoordinator(rank, ReportFailure(save, failure.at(rank, self._node))))
+        return actions
+
+    def _abort_job(self, rank: int, save: SaveKey) -> list[Action]:
+        job = self.jobs.get((rank, save))
+        if job is None or job.aborted:
+            return []
+        job.aborted = True
+        if job.state is ShardState.PERSISTED:
+            return [RemoveShardFiles(rank, save, job.directory)]
+        if is_terminal(SHARD, job.state):
+            return []
+        return [CancelShard(rank, save)]
+
+    def _release(self, rank: int, job: ShardJob) -> list[Action]:
+        record = self.ranks[rank]
+        index = job.submit.slot
+        slot = record.slots[index]
+        slot.walk(RegionEvent.RELEASE)
+        again = self._prepare(record, index)
+        if again or not record.alive:
+            return again
+        return [Send(record.peer, SlotFreed(index, slot.generation))]

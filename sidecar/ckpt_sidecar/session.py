@@ -1,0 +1,77 @@
+"""Who is in the world now: one session is a set of ranks that are alive together. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ckpt_proto.errors import FailureReport
+from ckpt_proto.messages import Hello
+
+
+@dataclass
+class Session:
+    """One life of the ranks.
+
+    ``members`` are the ranks whose client is connected. As soon as one has left, ``closed`` is set and no rank joins
+    any
+    more: the next Hello begins a new session. So ranks of two lives never share a save attempt.
+    ``restore_answers`` keeps the step given to the n-th ask, the same for every rank.
+    """
+
+    token: str
+    world_size: int
+    directory: str
+    incarnation: int
+    stage_timeout_s: float
+    members: dict[int, Hello] = field(default_factory=dict)
+    nodes: dict[int, str] = field(default_factory=dict)
+    closed: bool = False
+    restore_answers: dict[int, int | None] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, token: str, hello: Hello) -> Session:
+        """A new session begun by ``hello``."""
+        return cls(token, hello.world_size, hello.directory, hello.incarnation, hello.stage_timeout_s)
+
+    def refusal(self, hello: Hello) -> FailureReport | None:
+        """Why ``hello`` can neither join this session nor end it, or None."""
+        if hello.incarnation < self.incarnation:
+            return FailureReport(
+                "StaleIncarnation",
+                f"rank {hello.rank} is of restart {hello.incarnation}, the job is at restart {self.incarnation} by now",
+            )
+        if self.ended_by(hello):
+            return None
+        if hello.world_size != self.world_size:
+            return FailureReport(
+                "WorldSizeDiffers",
+                f"rank {hello.rank} says the world has {hello.world_size} ranks, ranks {sorted(self.members)} say "
+                f"{self.world_size}",
+                hint="WORLD_SIZE must be the same on every rank",
+            )
+        if hello.directory != self.directory:
+            return FailureReport(
+                "DirectoryDiffers",
+                f"rank {hello.rank} saves to {hello.directory}, ranks {sorted(self.members)} save to {self.directory}",
+                hint="every rank must pass the same directory to CheckpointClient",
+            )
+        return None
+
+    def ended_by(self, hello: Hello) -> bool:
+        """Whether ``hello`` is of a later life, so that this session is over."""
+        return self.closed or hello.incarnation > self.incarnation
+
+    def join(self, hello: Hello) -> None:
+        """Take a rank in."""
+        self.members[hello.rank] = hello
+        self.nodes[hello.rank] = hello.node
+
+    def leave(self, rank: int) -> bool:
+        """Let a rank go; returns whether it was a member."""
+        self.closed = True
+        return self.members.pop(rank, None) is not None
+
+    def name(self, rank: int) -> str:
+        """``rank 5 on node-b`` as far as known."""
+        node = self.nodes.get(rank)
+        return f"rank {rank} on {node}" if node else f"rank {rank}"

@@ -1,0 +1,62 @@
+"""The work that needs torch, in one module that worker threads import when they first need it.
+
+The sidecar answers its socket from the first moment; torch takes seconds to import.
+"""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+from ckpt_proto.messages import RegionReady
+from ckpt_proto.region import Seal, attach, region_path, reserve, round_to_pages, seal_path
+from ckpt_sidecar.commit import publish_checkpoint
+from ckpt_sidecar.dcp_layout import ShardLayout, lay_out, write_frames
+from ckpt_sidecar.events import PrepareRegion
+from ckpt_sidecar.shard_writer import ShardWriter
+
+__all__ = ["Region", "ShardWriter", "prepare_region", "publish_checkpoint"]
+
+
+class Region:
+    """A prepared region: its mapping and the layout it is framed for. Kept between saves."""
+
+    def __init__(self, mapping: mmap.mmap, layout: ShardLayout, plan_id: str) -> None:
+        self.mapping = mapping
+        self.layout = layout
+        self.plan_id = plan_id
+
+
+def prepare_region(runtime_dir: Path, order: PrepareRegion, old: Region | None) -> tuple[Region, RegionReady]:
+    """Lay out, reserve, touch and frame one region.
+
+    ``old`` is what the slot held before: its pages are kept, its mapping too if it is large enough.
+
+    Raises:
+        RegionError: there is no room in shared memory, or the files cannot be trusted.
+        FrameError: torch writes archives that we do not know.
+    """
+    path = region_path(runtime_dir, order.rank, order.slot)
+    layout = old.layout if old and old.plan_id == order.plan_id else lay_out(order.items)
+    nbytes = round_to_pages(layout.region_bytes(order.byte_capacity))
+    seal = Seal(seal_path(path))
+    try:
+        seal.clear()
+    finally:
+        seal.close()
+    reserve(path, nbytes)
+    mapping = old.mapping if old and len(old.mapping) >= nbytes else attach(path, nbytes)
+    if old and old.mapping is not mapping:
+        old.mapping.close()
+    write_frames(layout, mapping)
+    ready = RegionReady(
+        order.plan_id,
+        order.slot,
+        order.generation,
+        str(path),
+        nbytes,
+        tuple(entry.payload_offset for entry in layout.framed),
+        layout.byte_offset,
+        nbytes - layout.byte_offset,
+    )
+    return Region(mapping, layout, order.plan_id), ready
