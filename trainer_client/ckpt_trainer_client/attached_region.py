@@ -1,0 +1,81 @@
+"""A region seen by the trainer: tensors whose memory is the region, made once and reused for every save."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ckpt_proto.errors import RegionError
+from ckpt_proto.messages import RegionReady
+from ckpt_proto.plan_items import Plan
+from ckpt_proto.region import Seal, attach, seal_path
+
+
+class AttachedRegion:
+    """One slot's mapping, seal and target tensors.
+
+    ``targets`` has one contiguous tensor per framed item of the plan, in plan order, of the item's dtype and shape,
+    whose
+    storage is the region itself: copying into it puts the bytes where they will be in the data file.
+    """
+
+    def __init__(self, ready: RegionReady, items: Plan, old: AttachedRegion | None = None) -> None:
+        self.targets: list[torch.Tensor] = []
+        self.ready = ready
+        self._mapping: mmap.mmap
+        self._seal: Seal
+        if old is not None and old.ready.path == ready.path and len(old._mapping) >= ready.region_bytes:
+            self._mapping, self._seal = old._mapping, old._seal
+            old.targets = []
+        else:
+            if old is not None:
+                old.close()
+            self._mapping = attach(Path(ready.path), ready.region_bytes)
+            self._seal = Seal(seal_path(Path(ready.path)))
+        self.targets = _targets(self._mapping, ready, items)
+
+    def begin(self) -> None:
+        """Break the seal: from here on the region is torn until :meth:`seal`."""
+        self._seal.clear()
+
+    def write_bytes(self, entries: Sequence[bytes]) -> None:
+        """Put the byte entries behind each other at the end of the region."""
+        position = self.ready.byte_offset
+        for entry in entries:
+            self._mapping[position : position + len(entry)] = entry
+            position += len(entry)
+
+    def seal(self, record: bytes) -> None:
+        """Declare the region whole, with the record that a later sidecar needs."""
+        self._seal.set(record)
+
+    def close(self) -> None:
+        """Unmap. The targets must not be used by anyone any more."""
+        self.targets = []
+        self._seal.close()
+        self._mapping.close()
+
+
+def _targets(mapping: mmap.mmap, ready: RegionReady, items: Plan) -> list[torch.Tensor]:
+    framed = [item for item in items if item.is_framed]
+    if len(framed) != len(ready.payload_offsets):
+        raise RegionError(
+            f"{ready.path} is laid out for {len(ready.payload_offsets)} tensors, the plan has {len(framed)}"
+        )
+    whole = torch.frombuffer(mapping, dtype=torch.uint8)
+    targets = []
+    for item, offset in zip(framed, ready.payload_offsets, strict=True):
+        dtype: torch.dtype = getattr(torch, item.dtype)
+        nbytes = math.prod(item.sizes) * dtype.itemsize
+        if not 0 <= offset <= ready.byte_offset - nbytes:
+            raise RegionError(f"{item.fqn} of {nbytes} bytes at {offset} is outside {ready.path}")
+        if nbytes == 0:
+            # An empty tensor has no payload and so no aligned place, which a view would ask for.
+            targets.append(torch.empty(item.sizes, dtype=dtype))
+            continue
+        targets.append(whole[offset : offset + nbytes].view(dtype).view(item.sizes))
+    return targets

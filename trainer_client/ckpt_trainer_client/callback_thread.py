@@ -1,0 +1,50 @@
+"""The thread on which futures resolve and user hooks run, so that slow ones never hold up the socket."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+
+class CallbackThread:
+    """`ckpt-callbacks`: runs what it is given, in order. Ended by :meth:`close`, after everything given before."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+
+    def start(self) -> None:
+        """Start the thread. It is a daemon thread: a trainer that forgets ``close()`` must still be able to exit."""
+        self._thread = threading.Thread(target=self._run, name="ckpt-callbacks", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Run ``work`` after what was given before. Thread-safe."""
+        self._work.put(work)
+
+    def close(self, timeout_s: float) -> None:
+        """Run what is left and end the thread.
+
+        Raises:
+            TimeoutError: a callback has not returned within ``timeout_s``.
+        """
+        self._work.put(None)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"a callback or hook of a save has not returned within {timeout_s:.0f} s")
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is on this thread."""
+        return threading.current_thread() is self._thread
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            try:
+                work()
+            except Exception:
+                logger.exception("a callback of the checkpoint client failed")
+            del work

@@ -1,0 +1,364 @@
+"""``CheckpointClient``: what a training script uses. Wires the parts, does no work of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlanner
+
+from ckpt_proto.checkpoint_layout import checkpoint_id
+from ckpt_proto.codec import encode
+from ckpt_proto.errors import AlreadyCommitted, FailureReport, report_of
+from ckpt_proto.identity import MAX_STEP, SaveKey
+from ckpt_proto.messages import GrowRegion, RegionReady, ReportFailure, ReportSkip, SubmitShard
+from ckpt_trainer_client.attached_region import AttachedRegion
+from ckpt_trainer_client.commit_hooks import PostCommitHook, PreCommitHook
+from ckpt_trainer_client.config import ClientConfig
+from ckpt_trainer_client.connection import Connection
+from ckpt_trainer_client.errors import (
+    CheckpointFailed,
+    ClientClosed,
+    NoCheckpoint,
+    PlanningError,
+    RegionsExhausted,
+    SaveSkipped,
+    UnsupportedLeaf,
+)
+from ckpt_trainer_client.planning import PlanningState, SavePlanned
+from ckpt_trainer_client.restore import committed_steps, load_step, with_per_rank
+from ckpt_trainer_client.save_handle import SaveHandle
+from ckpt_trainer_client.staging import byte_entries, copy_all, sources
+from ckpt_trainer_client.structure import changed_keys
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+logger = logging.getLogger(__name__)
+
+_BAD_INPUT = (UnsupportedLeaf, PlanningError, AlreadyCommitted, ValueError, TypeError)
+"""Errors of the caller: raised by ``save()`` on the rank that has them. All others end in the handle."""
+
+
+class CheckpointClient:
+    """Saves and restores checkpoints of one training job through the sidecar of this node.
+
+    Make one per rank, on every rank, with the same directory; rank and world size come from torchrun's environment. A
+    process group is not needed and never used for saving. If no sidecar serves the job on this node one is started.
+
+    Args:
+        directory: gets one ``step-N`` directory per checkpoint, each readable by ``torch.distributed.checkpoint.load``.
+        slots: regions of this rank in shared memory, each as large as this rank's part of the state.
+        backpressure: when every slot is still being persisted, ``"wait"`` (at most ``backpressure_timeout_s``
+            seconds) or ``"skip"`` the save on every rank.
+        stage_timeout_s: how far apart in seconds the ranks may call ``save()``.
+        pre_commit, post_commit: hooks ``(step, checkpoint_id)``: on rank 0 before a commit (raise or return False to
+            veto), on every rank after it. They run on a thread of the client.
+        planner: a DCP ``SavePlanner`` for every save; a ``DefaultSavePlanner`` if None.
+
+    Raises:
+        SidecarUnreachable: no sidecar could be started or answered in time.
+        SidecarRefused: the directory cannot be used, the ranks disagree on it or on the world size, the versions do not
+            fit, or the rank has a client already. The text says which and what to do.
+        ValueError: an argument is out of bounds.
+
+    Thread rule: every method is for the thread that trains, except those of the handles. The client does not work
+    in a forked child.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        slots: int | None = None,
+        backpressure: str | None = None,
+        backpressure_timeout_s: float | None = None,
+        stage_timeout_s: float | None = None,
+        connect_timeout_s: float | None = None,
+        close_timeout_s: float | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        job_id: str | None = None,
+        pre_commit: Sequence[PreCommitHook] = (),
+        post_commit: Sequence[PostCommitHook] = (),
+        planner: SavePlanner | None = None,
+    ) -> None:
+        self._config = ClientConfig.from_env(
+            directory,
+            slots=slots,
+            backpressure=backpressure,
+            backpressure_timeout_s=backpressure_timeout_s,
+            stage_timeout_s=stage_timeout_s,
+            connect_timeout_s=connect_timeout_s,
+            close_timeout_s=close_timeout_s,
+            rank=rank,
+            world_size=world_size,
+            job_id=job_id,
+        )
+        self._planner = planner
+        self._pid = os.getpid()
+        self._closed = False
+        self._seq = 0
+        self._plan: SavePlanned | None = None
+        self._regions: dict[int, AttachedRegion] = {}
+        self._last: SaveHandle | None = None
+        self._connection = Connection(self._config, tuple(pre_commit), tuple(post_commit))
+        self._connection.open(torch.__version__)
+        self._epoch = self._connection.epoch
+
+    # ------------------------------------------------------------ save
+
+    def save(
+        self,
+        state_dict: Mapping[str, Any],
+        *,
+        step: int,
+        overwrite: bool = False,
+        blocking: bool = False,
+        per_rank: dict[str, Any] | None = None,
+        planner: SavePlanner | None = None,
+    ) -> SaveHandle:
+        """Stage this rank's part of ``state_dict`` and return; the sidecars do the rest. Called on every rank, in
+        order.
+
+        When it returns, the tensors may change. A save that fails does not raise here unless ``blocking``: training
+        goes on, and the handle tells.
+
+        Args:
+            state_dict: whatever DCP accepts: nested dicts and lists of tensors, DTensors and other values, or objects
+                with ``state_dict()`` at the top level.
+            step: the training step, not negative; names the checkpoint.
+            overwrite: allow the step to be committed already; it is replaced atomically.
+            blocking: return only when committed (the same format and bytes); raises what ``handle.result()`` raises.
+            per_rank: state of this rank alone (random state, data loader), kept apart from other ranks'.
+            planner: a planner for this save only.
+
+        Raises:
+            UnsupportedLeaf, PlanningError: the state dict cannot be saved; the text names key and type.
+            AlreadyCommitted: the step is committed and ``overwrite`` is False.
+            ValueError, TypeError: an argument is out of bounds.
+            ClientClosed: after ``close()``, or in a forked child.
+        """
+        self._check_usable()
+        started_s = time.monotonic()
+        handle = self._begin(step)
+        save = handle._save
+        state: PlanningState | None = None
+        try:
+            self._check_step(save, overwrite)
+            if self._config.backpressure == "skip" and self._connection.pool.all_busy:
+                raise SaveSkipped(step, [FailureReport("SaveSkipped", "every region is still being persisted")])
+            whole = with_per_rank(dict(state_dict), per_rank, self._config.rank)
+            state = PlanningState(whole, planner or self._planner, is_coordinator=self._config.rank == 0)
+            self._stage(save, state, overwrite)
+            handle._set_staged()
+        except _BAD_INPUT as error:
+            self._give_up(handle, error)
+            raise
+        except Exception as error:  # noqa: BLE001 - a save that fails must not stop training
+            self._give_up(handle, error)
+        finally:
+            if state is not None:
+                state.release()
+            handle.stall_s = time.monotonic() - started_s
+        if blocking:
+            handle.result()
+        return handle
+
+    def _begin(self, step: int) -> SaveHandle:
+        session, seq = self._connection.session, self._seq
+        self._seq += 1
+        problem = _problem_of_step(step)
+        if problem is not None:
+            # Every rank counts every call, so the ranks that called with a good step must hear of this one.
+            failure = report_of(problem).at(self._config.rank, self._config.node)
+            self._connection.send(ReportFailure(SaveKey(session, seq, 0), failure))
+            raise problem
+        save = SaveKey(session, seq, step)
+        handle = SaveHandle(save, self._connection.who_is_late)
+        self._connection.expect(save, handle)
+        self._last = handle
+        return handle
+
+    def _check_step(self, save: SaveKey, overwrite: bool) -> None:
+        self._connection.exchange.raise_if_aborted(save)
+        if not overwrite and save.step in self._connection.committed_steps:
+            raise AlreadyCommitted(
+                f"step {save.step} is committed already in {self.checkpoint_id(save.step)}: pass overwrite=True to "
+                "replace it"
+            )
+
+    def _stage(self, save: SaveKey, state: PlanningState, overwrite: bool) -> None:
+        plan = self._plan_for(save, state)
+        entries = byte_entries(state, plan)
+        tensors = sources(state, plan)
+        config = self._config
+        pool = self._connection.pool
+        ready = pool.acquire(plan.plan_id, save.step, config.backpressure, config.backpressure_timeout_s)
+        try:
+            needed = sum(map(len, entries))
+            if needed > ready.byte_capacity:
+                # Twice what is needed, so that a slowly growing value does not grow the region at every save.
+                self._connection.send(GrowRegion(plan.plan_id, ready.slot, 2 * needed))
+                ready = pool.grow(ready, save.step, config.backpressure_timeout_s)
+            self._connection.exchange.raise_if_aborted(save)
+            region = self._attach(ready, plan)
+            region.begin()
+            copy_all(region.targets, tensors)
+            region.write_bytes(entries)
+        except BaseException:
+            pool.discard(ready.slot)
+            raise
+        lengths = tuple(map(len, entries))
+        submit = SubmitShard(save, config.rank, plan.plan_id, ready.slot, ready.generation, lengths, overwrite)
+        frame = encode(submit)
+        region.seal(frame)
+        pool.seal(ready.slot)
+        self._connection.send_frame(frame)
+
+    def _plan_for(self, save: SaveKey, state: PlanningState) -> SavePlanned:
+        cached = self._plan if self._connection.plan_is_valid else None
+        if cached is not None and state.fits(cached):
+            return cached
+        old = cached.structure if cached is not None else None
+        changed = changed_keys(old, state.structure) if state.structure is not None else ()
+        self._plan = self._connection.exchange.exchange(save, state, changed)
+        self._connection.plan_is_valid = True
+        return self._plan
+
+    def _detach(self) -> None:
+        """Let go of every region: a restarted sidecar has made new files under the same names."""
+        self._epoch = self._connection.epoch
+        for region in self._regions.values():
+            region.close()
+        self._regions.clear()
+
+    def _attach(self, ready: RegionReady, plan: SavePlanned) -> AttachedRegion:
+        if self._epoch != self._connection.epoch:
+            self._detach()
+        region = self._regions.get(ready.slot)
+        if region is None or region.ready != ready:
+            self._regions[ready.slot] = region = AttachedRegion(ready, plan.items, region)
+        return region
+
+    def _give_up(self, handle: SaveHandle, error: Exception) -> None:
+        """This rank's part has failed: tell the others, resolve the handle."""
+        save = handle._save
+        if isinstance(error, SaveSkipped):
+            failures, skipped = list(error.failures.values()), True
+            self._connection.send(ReportSkip(save, failures[0].message))
+        elif isinstance(error, CheckpointFailed):
+            failures, skipped = list(error.failures.values()), False
+            self._connection.send(ReportFailure(save, failures[0]))
+        else:
+            report = report_of(error).at(self._config.rank, self._config.node)
+            failures, skipped = [report], False
+            self._connection.send(ReportFailure(save, report))
+            if not isinstance(error, RegionsExhausted):
+                logger.debug("save of step %d failed", save.step, exc_info=error)
+        logger.warning("step %d was not saved: %s", save.step, "; ".join(map(str, failures)))
+        self._connection.resolve_failed(save, failures, skipped)
+
+    # ------------------------------------------------------------ look and restore
+
+    def latest(self) -> int | None:
+        """The newest committed step, the same on every rank if every rank asks equally often; None if there is none.
+
+        Raises:
+            SidecarUnreachable: the coordinator does not answer.
+        """
+        self._check_usable()
+        return self._connection.ask_restore_step()
+
+    def steps(self) -> list[int]:
+        """The committed steps in the directory now, ascending."""
+        return committed_steps(self._config.directory)
+
+    def checkpoint_id(self, step: int) -> str:
+        """Where a step lives: the ``checkpoint_id`` for ``torch.distributed.checkpoint.load``."""
+        return checkpoint_id(self._config.directory, step)
+
+    def load(
+        self, state_dict: dict[str, Any], step: int | None = None, *, per_rank: dict[str, Any] | None = None
+    ) -> int:
+        """Load a committed checkpoint into ``state_dict`` in place, with ``dcp.load``, and return its step.
+
+        Called on every rank. ``step`` None means the newest, the same on every rank. If a process group is initialised
+        DCP uses it, as always on load; saving never does.
+
+        Raises:
+            NoCheckpoint: there is none, or ``step`` is not committed.
+        """
+        self._check_usable()
+        chosen = self.latest() if step is None else step
+        if chosen is None:
+            raise NoCheckpoint(f"there is no committed checkpoint in {self._config.directory}")
+        load_step(with_per_rank(state_dict, per_rank, self._config.rank), self._config.directory, chosen)
+        return chosen
+
+    # ------------------------------------------------------------ end
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until no save is in flight, failed or not.
+
+        Raises:
+            TimeoutError: one still is after ``timeout`` seconds; the text names it and who is late.
+        """
+        self._check_usable()
+        self._connection.wait_idle(timeout)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Wait for the saves in flight (at most ``timeout``, or ``close_timeout_s``), say goodbye, end the threads.
+
+        Idempotent. What is staged is completed by the sidecar also if this times out or is never called.
+
+        Raises:
+            CheckpointFailed: the last save failed and its handle has told nobody.
+            TimeoutError: a save is still in flight; the client is closed all the same.
+        """
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        try:
+            self._connection.wait_idle(self._config.close_timeout_s if timeout is None else timeout)
+        finally:
+            self._connection.close()
+            self._detach()
+            self._plan = None
+        if self._last is not None and self._last.is_unobserved_failure:
+            error = self._last.error()
+            assert error is not None
+            raise error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception:
+            if kind is None:
+                raise
+            logger.exception("closing the checkpoint client failed while another error was under way")
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise ClientClosed(f"this client belongs to process {self._pid}, this is its forked child {os.getpid()}")
+        if self._closed:
+            raise ClientClosed("the client has been closed")
+        if threading.current_thread().name == "ckpt-callbacks":
+            raise ClientClosed("a callback or hook of a save must not call the client: it would wait for itself")
+
+
+def _problem_of_step(step: object) -> Exception | None:
+    if isinstance(step, bool) or not isinstance(step, int):
+        return TypeError(f"step is a {type(step).__name__}, expected an int")
+    return None if 0 <= step <= MAX_STEP else ValueError(f"step {step} is outside 0 .. 2^63-1")

@@ -1,0 +1,109 @@
+"""Configuration of a client: one frozen value; the environment is read here and nowhere else."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_proto.identity import job_id_from
+from ckpt_proto.messages import MAX_SLOTS
+from ckpt_proto.runtime_dir import DEFAULT_SHM_ROOT, runtime_dir
+
+BACKPRESSURE = ("wait", "skip")
+
+
+@dataclass(frozen=True)
+class ClientConfig:
+    """What one rank's client needs to know. Times are seconds.
+
+    Attributes:
+        directory: absolute path that gets one ``step-N`` directory per checkpoint; the same on every rank.
+        job_id: the job whose sidecar on this node is used.
+        slots: regions of this rank: with 2, one can be persisted while the next is staged.
+        backpressure: when no slot is free: ``wait`` at most ``backpressure_timeout_s``, or ``skip`` the save.
+        stage_timeout_s: how long the ranks may be apart in calling ``save()`` before the attempt is given up.
+        connect_timeout_s: how long to wait for a sidecar at start.
+        close_timeout_s: how long ``close()`` waits for saves in flight.
+        supervised: somebody else restarts the sidecar (the wrapper), so the client never starts one.
+    """
+
+    directory: str
+    job_id: str
+    rank: int
+    world_size: int
+    local_rank: int
+    incarnation: int
+    shm_root: Path
+    node: str
+    slots: int = 2
+    backpressure: str = "wait"
+    backpressure_timeout_s: float = 600.0
+    stage_timeout_s: float = 600.0
+    connect_timeout_s: float = 120.0
+    close_timeout_s: float = 600.0
+    supervised: bool = False
+
+    def __post_init__(self) -> None:
+        if self.backpressure not in BACKPRESSURE:
+            raise ValueError(f"backpressure is {self.backpressure!r}; it can be one of {BACKPRESSURE}")
+        if not 1 <= self.slots <= MAX_SLOTS:
+            raise ValueError(f"slots is {self.slots}; it can be 1 to {MAX_SLOTS}")
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank {self.rank} is outside the world of {self.world_size} ranks")
+        for name in ("backpressure_timeout_s", "stage_timeout_s", "connect_timeout_s", "close_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
+
+    @property
+    def runtime_dir(self) -> Path:
+        """The private directory of the job on this node."""
+        return runtime_dir(self.shm_root, self.job_id)
+
+    @classmethod
+    def from_env(
+        cls, directory: str | os.PathLike[str], environment: Mapping[str, str] = os.environ, **given: object
+    ) -> ClientConfig:
+        """The configuration of this process: what torchrun says in the environment, then what was ``given``.
+
+        The job is ``CKPT_SIDECAR_JOB_ID`` (the wrapper sets it), else torchrun's run id, else it is named after the
+        directory: two scripts that save to different directories never share a sidecar by accident.
+
+        Raises:
+            ValueError: a value is out of bounds or the directory is a URL (only file systems are supported).
+        """
+        where = absolute_directory(directory)
+        values: dict[str, object] = {
+            "directory": where,
+            "job_id": _job_id(environment, where),
+            "rank": int(environment.get("RANK", "0")),
+            "world_size": int(environment.get("WORLD_SIZE", "1")),
+            "local_rank": int(environment.get("LOCAL_RANK", "0")),
+            "incarnation": int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            "shm_root": Path(environment.get("CKPT_SIDECAR_SHM_ROOT", DEFAULT_SHM_ROOT)),
+            "node": socket.gethostname(),
+            "supervised": environment.get("CKPT_SIDECAR_SUPERVISED", "0") == "1",
+        }
+        values.update({key: value for key, value in given.items() if value is not None})
+        return cls(**values)  # type: ignore[arg-type]
+
+
+def absolute_directory(directory: str | os.PathLike[str]) -> str:
+    """``directory`` as an absolute path; a URL is refused instead of becoming a folder called ``s3:``."""
+    text = os.fspath(directory)
+    if "://" in text:
+        raise ValueError(f"{text} is a URL; this release saves to file systems only")
+    return os.path.abspath(text)
+
+
+def _job_id(environment: Mapping[str, str], directory: str) -> str:
+    job_id = environment.get("CKPT_SIDECAR_JOB_ID")
+    if job_id:
+        return job_id_from(job_id)
+    run_id = environment.get("TORCHELASTIC_RUN_ID", "none")
+    if run_id != "none":
+        return job_id_from(run_id)
+    return job_id_from(f"{os.path.basename(directory) or 'root'}-{hashlib.sha256(directory.encode()).hexdigest()[:12]}")

@@ -1,0 +1,369 @@
+"""The client's side of the conversation with the sidecar: handshake, incoming messages, handles in flight.
+
+| thread           | owner          | may touch                                        | ends               |
+|------------------|----------------|--------------------------------------------------|--------------------|
+| trainer's thread | the user       | planning, regions, handles                       | -                  |
+| `ckpt-link`      | SidecarLink    | the socket; reports to pool, exchange, this file | close(): Farewell, join |
+| `ckpt-callbacks` | CallbackThread | resolves handles, runs hooks, starts a sidecar   | close(): join      |
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
+
+from ckpt_proto.errors import FailureReport, SidecarUnreachable
+from ckpt_proto.identity import SaveKey
+from ckpt_proto.messages import (
+    Aborted,
+    AskCommit,
+    AskRestoreStep,
+    AskStatus,
+    Committed,
+    DecideCommit,
+    Farewell,
+    FinalPlan,
+    Goodbye,
+    Hello,
+    MakeGlobalPlan,
+    Message,
+    Pong,
+    Refused,
+    RegionReady,
+    RegionRefused,
+    RestoreStep,
+    ShardPersisted,
+    SlotFreed,
+    Status,
+    Welcome,
+)
+from ckpt_proto.process import process_start_s
+from ckpt_proto.status import SidecarStatus
+from ckpt_trainer_client.callback_thread import CallbackThread
+from ckpt_trainer_client.commit_hooks import CommitHooks, PostCommitHook, PreCommitHook
+from ckpt_trainer_client.config import ClientConfig
+from ckpt_trainer_client.errors import SidecarRefused
+from ckpt_trainer_client.plan_exchange import PlanExchange
+from ckpt_trainer_client.region_pool import RegionPool
+from ckpt_trainer_client.save_handle import SaveHandle
+from ckpt_trainer_client.sidecar_link import SidecarLink
+from ckpt_trainer_client.sidecar_start import sidecar_runs, start_sidecar
+
+logger = logging.getLogger(__name__)
+
+ANSWER_TIMEOUT_S = 30.0
+SILENT_S = 3.0
+"""No answer to heartbeats for so long, and nobody holding the job's lock: the sidecar is dead."""
+
+
+class Connection:
+    """One rank's connection, from Hello to Goodbye."""
+
+    def __init__(self, config: ClientConfig, pre: tuple[PreCommitHook, ...], post: tuple[PostCommitHook, ...]) -> None:
+        self._config = config
+        self._hooks = CommitHooks(pre, post)
+        self._callbacks = CallbackThread()
+        self._link = SidecarLink(config.runtime_dir, self._on_message, self._on_beat, self._on_link_failure)
+        self._changed = threading.Condition()
+        self._handles: dict[SaveKey, SaveHandle] = {}
+        self._welcome: Welcome | None = None
+        self._refused: Refused | None = None
+        self._restore_steps: dict[int, int | None] = {}
+        self._asks = 0
+        self._statuses: list[SidecarStatus] = []
+        self._farewell = False
+        self._torch_version = ""
+        self._starting = False
+        self.pool = RegionPool(config.slots)
+        self.exchange = PlanExchange(self.send, config.stage_timeout_s)
+        self.plan_is_valid = False
+        self.committed_steps: set[int] = set()
+        self.session = ""
+        self.epoch = 0
+
+    # ------------------------------------------------------------ handshake
+
+    def open(self, torch_version: str) -> None:
+        """Find or start a sidecar and be welcomed by it.
+
+        Raises:
+            SidecarUnreachable, SidecarRefused: as the client's constructor says.
+        """
+        self._torch_version = torch_version
+        self._callbacks.start()
+        self._link.start()
+        try:
+            self._handshake(time.monotonic() + self._config.connect_timeout_s)
+        except BaseException:
+            self._link.close()
+            self._callbacks.close(ANSWER_TIMEOUT_S)
+            raise
+        self._link.start_heartbeat()
+
+    def _handshake(self, deadline: float) -> None:
+        while True:
+            self._ensure_sidecar(deadline)
+            with self._changed:
+                self._refused = None
+            self._link.send(self._hello())
+            answer = self._await_welcome(deadline)
+            if isinstance(answer, Welcome):
+                return
+            if answer is not None and answer.failure.kind != "SidecarDraining":
+                raise SidecarRefused(answer.failure)
+            if time.monotonic() > deadline:
+                raise SidecarUnreachable(
+                    f"the sidecar of job {self._config.job_id} has not welcomed rank {self._config.rank} within "
+                    f"{self._config.connect_timeout_s:.0f} s"
+                )
+
+    def _ensure_sidecar(self, deadline: float) -> None:
+        config = self._config
+        if sidecar_runs(config.runtime_dir):
+            return
+        if not config.supervised:
+            start_sidecar(config.job_id, config.shm_root, max(1.0, deadline - time.monotonic()))
+            return
+        while not sidecar_runs(config.runtime_dir):
+            with self._changed:
+                self._changed.wait(0.05)
+            if time.monotonic() > deadline:
+                raise SidecarUnreachable(
+                    f"nobody has started a sidecar for job {config.job_id} on {config.node} within "
+                    f"{config.connect_timeout_s:.0f} s, although CKPT_SIDECAR_SUPERVISED says that somebody would"
+                )
+
+    def _hello(self) -> Hello:
+        config = self._config
+        return Hello(
+            job_id=config.job_id,
+            rank=config.rank,
+            world_size=config.world_size,
+            pid=os.getpid(),
+            process_start_s=process_start_s(os.getpid()) or 0.0,
+            node=config.node,
+            incarnation=config.incarnation,
+            session=self.session,
+            torch_version=self._torch_version,
+            directory=config.directory,
+            slots=config.slots,
+            stage_timeout_s=config.stage_timeout_s,
+        )
+
+    def _await_welcome(self, deadline: float) -> Welcome | Refused | None:
+        """The answer to a Hello; None if the sidecar has gone or drains, and another Hello is due."""
+        with self._changed:
+            while True:
+                if self._welcome is not None:
+                    return self._welcome
+                if self._refused is not None:
+                    if self._refused.failure.kind == "SidecarDraining":
+                        self._changed.wait(0.1)
+                    return self._refused
+                if time.monotonic() > deadline:
+                    return None
+                if not self._changed.wait(1.0) and not sidecar_runs(self._config.runtime_dir):
+                    return None
+
+    # ------------------------------------------------------------ sending and waiting
+
+    def send(self, message: Message) -> None:
+        """Queue a message for the sidecar."""
+        self._link.send(message)
+
+    def send_frame(self, frame: bytes) -> None:
+        """Queue an encoded message for the sidecar."""
+        self._link.send_frame(frame)
+
+    def expect(self, save: SaveKey, handle: SaveHandle) -> None:
+        """From now on, what arrives about ``save`` resolves ``handle``."""
+        with self._changed:
+            self._handles[save] = handle
+
+    def resolve_failed(self, save: SaveKey, failures: Sequence[FailureReport], skipped: bool) -> None:
+        """Fail a handle from the trainer's thread."""
+        handle = self._take_handle(save)
+        if handle is not None:
+            self._callbacks.submit(partial(handle._fail, failures, skipped=skipped))
+
+    def wait_idle(self, timeout_s: float | None) -> None:
+        """Wait until every expected save has ended.
+
+        Raises:
+            TimeoutError: one has not; the text names it and who is late.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            handles = list(self._handles.values())
+        for handle in handles:
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                handle.committed.exception(left_s)
+            except FutureTimeout:
+                late = self.who_is_late(handle._save)
+                raise TimeoutError(f"step {handle.step} is still in flight after {timeout_s} s: {late}") from None
+
+    def ask_restore_step(self) -> int | None:
+        """The coordinator's answer to the n-th question for a step to restore.
+
+        Raises:
+            SidecarUnreachable: no answer in time.
+        """
+        with self._changed:
+            ask = self._asks
+            self._asks += 1
+        self._link.send(AskRestoreStep(ask))
+        with self._changed:
+            if not self._changed.wait_for(lambda: ask in self._restore_steps, ANSWER_TIMEOUT_S):
+                raise SidecarUnreachable(f"the coordinator has not answered within {ANSWER_TIMEOUT_S:.0f} s")
+            return self._restore_steps[ask]
+
+    def who_is_late(self, save: SaveKey) -> str:
+        """Whom a save waits for, from the sidecar's status; for the text of a time-out."""
+        with self._changed:
+            self._statuses.clear()
+        self._link.send(AskStatus())
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._statuses, 2.0):
+                return "the sidecar does not answer"
+            status = self._statuses.pop()
+        late = [name for attempt in status.checkpoints if attempt.save_id == save.save_id for name in attempt.late]
+        return ", ".join(late) or "the sidecar does not know this save"
+
+    # ------------------------------------------------------------ arriving (thread ckpt-link)
+
+    def _on_message(self, message: Message) -> None:
+        match message:
+            case RegionReady():
+                self.pool.on_ready(message)
+            case RegionRefused():
+                logger.warning("slot %d cannot be used: %s", message.slot, message.failure)
+                self.pool.on_refused(message)
+            case SlotFreed(slot=slot, generation=generation):
+                self.pool.on_freed(slot, generation)
+            case FinalPlan() | MakeGlobalPlan():
+                self.exchange.on_message(message)
+            case ShardPersisted(save=save):
+                self._on_persisted(save)
+            case AskCommit():
+                self._callbacks.submit(partial(self._decide, message))
+            case Committed():
+                self._on_committed(message)
+            case Aborted():
+                self._on_aborted(message)
+            case Pong():
+                self._on_pong(message)
+            case _:
+                self._on_answer(message)
+
+    def _on_answer(self, message: Message) -> None:
+        with self._changed:
+            match message:
+                case Welcome():
+                    self._on_welcome(message)
+                case Refused():
+                    self._refused = message
+                    logger.log(logging.ERROR if self.session else logging.DEBUG, "refused: %s", message.failure)
+                case RestoreStep(ask=ask, step=step):
+                    self._restore_steps[ask] = step
+                case Status(status=status):
+                    self._statuses.append(status)
+                case Farewell():
+                    self._farewell = True
+            self._changed.notify_all()
+
+    def _on_welcome(self, welcome: Welcome) -> None:
+        again = self._welcome is not None
+        self._welcome = welcome
+        self.session = welcome.session
+        self.committed_steps = set(welcome.committed_steps)
+        if again:
+            self._forget_old_sidecar()
+
+    def _forget_old_sidecar(self) -> None:
+        """A restarted sidecar knows neither our plan nor our regions, nor the saves that were in flight."""
+        self.epoch += 1
+        self.plan_is_valid = False
+        self.pool.reset()
+        self._fail_all("SidecarRestarted", "the sidecar died", "the next save is tried with the restarted sidecar")
+
+    def _fail_all(self, kind: str, why: str, hint: str) -> None:
+        """Fail every save in flight, staged or not. Called with the lock held."""
+        for save in list(self._handles):
+            failure = FailureReport(kind, f"{why} while step {save.step} was in flight", hint)
+            failure = failure.at(self._config.rank, self._config.node)
+            self.exchange.on_message(Aborted(save, (failure,)))
+            self._callbacks.submit(partial(self._handles.pop(save)._fail, [failure]))
+
+    def _on_link_failure(self, error: Exception) -> None:
+        self.pool.interrupt(f"the link to the sidecar has failed: {error}")
+        with self._changed:
+            self._fail_all("LinkFailed", f"the link to the sidecar failed ({error})", "this is a bug; restart the job")
+
+    def _on_pong(self, pong: Pong) -> None:
+        if not pong.known:
+            self._link.send(self._hello())
+
+    def _on_persisted(self, save: SaveKey) -> None:
+        with self._changed:
+            handle = self._handles.get(save)
+        if handle is not None:
+            self._callbacks.submit(handle._set_persisted)
+
+    def _on_committed(self, message: Committed) -> None:
+        self.committed_steps.add(message.save.step)
+        handle = self._take_handle(message.save)
+
+        def tell() -> None:
+            if handle is not None:
+                handle._set_committed(message.checkpoint_id)
+            self._hooks.tell(message.save.step, message.checkpoint_id)
+
+        self._callbacks.submit(tell)
+
+    def _on_aborted(self, message: Aborted) -> None:
+        if message.replan:
+            self.plan_is_valid = False
+        self.exchange.on_message(message)
+        handle = self._take_handle(message.save)
+        if handle is not None:
+            self._callbacks.submit(partial(handle._fail, message.failures, skipped=message.skipped))
+
+    def _take_handle(self, save: SaveKey) -> SaveHandle | None:
+        with self._changed:
+            return self._handles.pop(save, None)
+
+    def _decide(self, message: AskCommit) -> None:
+        veto = self._hooks.veto(message.save.step, message.checkpoint_id)
+        self._link.send(DecideCommit(message.save, veto is None, veto or ""))
+
+    def _on_beat(self) -> None:
+        if self._starting or self._config.supervised or time.monotonic() - self._link.heard_s < SILENT_S:
+            return
+        if not sidecar_runs(self._config.runtime_dir):
+            self._starting = True
+            self._callbacks.submit(self._restart_sidecar)
+
+    def _restart_sidecar(self) -> None:
+        try:
+            logger.warning("the sidecar of job %s has died: starting another", self._config.job_id)
+            start_sidecar(self._config.job_id, self._config.shm_root, self._config.connect_timeout_s)
+        finally:
+            self._starting = False
+
+    # ------------------------------------------------------------ end
+
+    def close(self) -> None:
+        """Say goodbye and end both threads; a sidecar that is away is not waited for."""
+        patience_s = ANSWER_TIMEOUT_S if sidecar_runs(self._config.runtime_dir) else 0.0
+        self._link.send(Goodbye())
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._farewell, patience_s):
+                logger.warning("closed without the sidecar's farewell: it is away")
+        self._link.close()
+        self._callbacks.close(ANSWER_TIMEOUT_S)

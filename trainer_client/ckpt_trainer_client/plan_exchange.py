@@ -1,0 +1,103 @@
+"""Getting a plan that all ranks agree on, through the sidecars. No collective, no process group."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from ckpt_proto.errors import FailureReport, report_of
+from ckpt_proto.identity import SaveKey
+from ckpt_proto.messages import Aborted, FinalPlan, GlobalPlan, MakeGlobalPlan, Message, ProposePlan, ReportFailure
+from ckpt_trainer_client.errors import CheckpointFailed, SaveSkipped
+from ckpt_trainer_client.planning import PlanningState, SavePlanned
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 30.0
+"""The coordinator gives an attempt up after the stage timeout and says who is late; the client waits a little
+longer."""
+
+
+class PlanExchange:
+    """What the link has received about the attempts that the trainer's thread is waiting for.
+
+    Thread rule: ``ckpt-link`` adds, the trainer's thread takes; guarded by one condition.
+    """
+
+    def __init__(self, send: Callable[[Message], None], timeout_s: float) -> None:
+        self._send = send
+        self._timeout_s = timeout_s + GRACE_S
+        self._arrived = threading.Condition()
+        self._final: FinalPlan | None = None
+        self._to_make: MakeGlobalPlan | None = None
+        self._aborted: dict[int, Aborted] = {}
+
+    def on_message(self, message: FinalPlan | MakeGlobalPlan | Aborted) -> None:
+        """Called by the link."""
+        with self._arrived:
+            if isinstance(message, Aborted):
+                self._aborted[message.save.seq] = message
+            elif isinstance(message, FinalPlan):
+                self._final = message
+            else:
+                self._to_make = message
+            self._arrived.notify_all()
+
+    def raise_if_aborted(self, save: SaveKey) -> None:
+        """Raise if the coordinator has given up this attempt, perhaps before this rank began it.
+
+        Raises:
+            CheckpointFailed: with the failures of the ranks.
+        """
+        with self._arrived:
+            self._raise_if_aborted(save)
+
+    def _raise_if_aborted(self, save: SaveKey) -> None:
+        for seq in [seq for seq in self._aborted if seq < save.seq]:
+            del self._aborted[seq]
+        aborted = self._aborted.get(save.seq)
+        if aborted is not None:
+            raise (SaveSkipped if aborted.skipped else CheckpointFailed)(save.step, aborted.failures)
+
+    def exchange(self, save: SaveKey, state: PlanningState, changed_keys: tuple[str, ...]) -> SavePlanned:
+        """Propose this rank's local plan and return its final one. On rank 0 also makes the global plan.
+
+        Raises:
+            PlanningError, UnsupportedLeaf: this rank's part failed.
+            CheckpointFailed: another rank's part failed, or a rank did not call ``save()`` in time.
+        """
+        items, digests = state.local_plan()
+        self._send(ProposePlan(save, items, digests, changed_keys))
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            message = self._next(save, deadline)
+            if isinstance(message, FinalPlan):
+                for warning in message.warnings:
+                    logger.warning("%s", warning)
+                return state.finish(message.plan_id, message.items)
+            self._make(save, state, message)
+
+    def _next(self, save: SaveKey, deadline: float) -> FinalPlan | MakeGlobalPlan:
+        with self._arrived:
+            while True:
+                self._raise_if_aborted(save)
+                if self._final is not None and self._final.save == save:
+                    final, self._final = self._final, None
+                    return final
+                if self._to_make is not None and self._to_make.save == save:
+                    order, self._to_make = self._to_make, None
+                    return order
+                if not self._arrived.wait(deadline - time.monotonic()):
+                    text = (
+                        f"no plan for step {save.step} after {self._timeout_s:.0f} s: the coordinator does not answer"
+                    )
+                    raise CheckpointFailed(save.step, [FailureReport("PlanTimeout", text)])
+
+    def _make(self, save: SaveKey, state: PlanningState, order: MakeGlobalPlan) -> None:
+        try:
+            self._send(GlobalPlan(save, state.global_plan(order.plans)))
+        except Exception as error:
+            self._send(ReportFailure(save, report_of(error)))
+            raise

@@ -1,0 +1,53 @@
+"""Finding and loading committed checkpoints, through stock DCP."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from ckpt_proto.checkpoint_layout import METADATA_NAME, checkpoint_id, step_of
+from ckpt_trainer_client.errors import NoCheckpoint
+
+PER_RANK_KEY = "per_rank"
+
+
+def committed_steps(directory: str) -> list[int]:
+    """The steps under ``directory`` that have a ``.metadata``, ascending; empty if the directory does not exist."""
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    steps = [step for step in map(step_of, names) if step is not None]
+    return sorted(step for step in steps if (Path(checkpoint_id(directory, step)) / METADATA_NAME).exists())
+
+
+def load_step(state_dict: dict[str, Any], directory: str, step: int) -> None:
+    """Load a committed step into ``state_dict`` in place: ``dcp.load`` on the step's directory.
+
+    Raises:
+        NoCheckpoint: the step is not committed; the text names the committed ones.
+    """
+    where = checkpoint_id(directory, step)
+    if not (Path(where) / METADATA_NAME).exists():
+        known = committed_steps(directory)
+        what = "exists but was never committed" if Path(where).exists() else "does not exist"
+        raise NoCheckpoint(f"{where} {what}; committed steps in {directory}: {known or 'none'}")
+    load(state_dict, checkpoint_id=where)
+
+
+def with_per_rank(state_dict: dict[str, Any], per_rank: dict[str, Any] | None, rank: int) -> dict[str, Any]:
+    """``state_dict`` and, under a name of this rank only, what belongs to it alone.
+
+    Raises:
+        ValueError: the state dict has the reserved key already.
+    """
+    if per_rank is None:
+        return state_dict
+    if PER_RANK_KEY in state_dict:
+        raise ValueError(
+            f"the state dict has a key {PER_RANK_KEY!r}, which is where per_rank= state is kept: rename it"
+        )
+    return {**state_dict, PER_RANK_KEY: {f"rank-{rank}": per_rank}}

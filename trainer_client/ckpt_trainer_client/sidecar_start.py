@@ -1,0 +1,55 @@
+"""Making sure that a sidecar runs on this node, started by the first client if nobody else did."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from ckpt_proto.errors import SidecarUnreachable
+from ckpt_proto.runtime_dir import lock_owner
+
+IDLE_EXIT_S = 60.0
+"""How long a sidecar that a client started waits for a restarted job after its ranks have died."""
+
+
+def sidecar_runs(directory: Path) -> bool:
+    """Whether a living sidecar holds the job's lock."""
+    return lock_owner(directory) is not None
+
+
+def start_sidecar(job_id: str, shm_root: Path, timeout_s: float) -> None:
+    """Start a sidecar unless one runs. Any number of clients may do so at once: the lock lets one win.
+
+    ``ckpt-sidecar start`` is a process between: the sidecar is not our child, so it is no zombie when it exits and
+    not in the process tree that a launcher kills.
+
+    Raises:
+        SidecarUnreachable: it could not be started; the text says why and where its log is.
+    """
+    command = [sys.executable, "-m", "ckpt_sidecar", "start", "--job-id", job_id, "--shm-root", str(shm_root)]
+    command += ["--idle-exit-s", str(IDLE_EXIT_S)]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            cwd="/",
+            env=_environment(),
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise SidecarUnreachable(f"{' '.join(command)} has not ended within {timeout_s:.0f} s") from None
+    if done.returncode != 0:
+        raise SidecarUnreachable(
+            f"no sidecar could be started for job {job_id} (exit code {done.returncode}): {done.stderr.strip()[-2000:]}"
+        )
+
+
+def _environment() -> dict[str, str]:
+    # `cwd` is / so that a script's own folder cannot shadow modules; what made the packages importable here must stay.
+    entries = [os.path.abspath(entry) for entry in sys.path if entry]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(entries), "CUDA_VISIBLE_DEVICES": ""}

@@ -1,0 +1,56 @@
+"""Copying a rank's planned tensors into its region. The hot path of a save."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ckpt_proto.plan_items import PlanItem
+from ckpt_trainer_client.errors import PlanningError
+from ckpt_trainer_client.planning import PlanningState, SavePlanned
+
+
+def byte_entries(state: PlanningState, plan: SavePlanned) -> list[bytes]:
+    """The serialised byte items and opaque tensors of the plan, in plan order.
+
+    Done before the region is touched, because this is where a value can turn out not to be serialisable.
+
+    Raises:
+        UnsupportedLeaf: one cannot; the text names key and type.
+    """
+    pairs = zip(plan.write_items, plan.items, strict=True)
+    return [state.resolve_bytes(write_item) for write_item, item in pairs if not item.is_framed]
+
+
+def sources(state: PlanningState, plan: SavePlanned) -> list[torch.Tensor]:
+    """The tensors to copy, in plan order, detached, where they live.
+
+    Raises:
+        PlanningError: one is not what the plan says: copying it would store other values under its shape.
+    """
+    pairs = zip(plan.write_items, plan.items, strict=True)
+    tensors = [state.resolve_tensor(write_item) for write_item, item in pairs if item.is_framed]
+    _check(tensors, [item for item in plan.items if item.is_framed])
+    return tensors
+
+
+def _check(tensors: Sequence[torch.Tensor], items: Sequence[PlanItem]) -> None:
+    for tensor, item in zip(tensors, items, strict=True):
+        if tuple(tensor.shape) != item.sizes or str(tensor.dtype) != f"torch.{item.dtype}":
+            raise PlanningError(
+                f"{item.fqn} is {tensor.dtype}{list(tensor.shape)}, planned was torch.{item.dtype}{list(item.sizes)}"
+            )
+
+
+def copy_all(targets: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    """Copy ``tensors`` into ``targets``; on return the region holds the bytes and the tensors may change.
+
+    Device tensors are copied on the current stream, after the work that is queued there, and waited for.
+    """
+    devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+    with torch.no_grad():
+        for target, tensor in zip(targets, tensors, strict=True):
+            target.copy_(tensor, non_blocking=True)
+    for device in devices:
+        torch.accelerator.synchronize(device)

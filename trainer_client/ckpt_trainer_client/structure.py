@@ -1,0 +1,63 @@
+"""The structure of a state dict: what a plan depends on, and nothing of what changes from step to step.
+
+Compared whole, not hashed: two structures that are not equal never share a plan. Unlike DCP's own plan cache it knows
+dtypes and belongs to one client. No tensor is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.tensor import DTensor
+
+Structure = dict[str, tuple[Any, ...]]
+MAX_CHANGED_KEYS = 20
+
+
+def structure_of(flat: Mapping[str, Any]) -> Structure:
+    """The structure of a flattened state dict: key -> what its entries in a plan depend on."""
+    return {fqn: _leaf(value) for fqn, value in flat.items()}
+
+
+def _leaf(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, DTensor):
+        local = value.to_local()
+        return ("dtensor", value.shape, value.placements, value.device_mesh, *_tensor(local))
+    if isinstance(value, torch.Tensor):
+        return (type(value), *_tensor(value))
+    if hasattr(value, "__create_write_items__") or hasattr(value, "local_shards"):
+        return ("sharded", type(value), object())  # its parts are not known to us: never equal, so always planned anew
+    return ("bytes",)
+
+
+def _tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (tensor.shape, tensor.dtype, tensor.layout, tensor.requires_grad)
+
+
+def changed_keys(old: Structure | None, new: Structure) -> tuple[str, ...]:
+    """Keys that were added, removed or changed, at most :data:`MAX_CHANGED_KEYS`; empty if there was no old
+    structure."""
+    if old is None:
+        return ()
+    changed = [fqn for fqn in {**old, **new} if old.get(fqn) != new.get(fqn)]
+    return tuple(changed[:MAX_CHANGED_KEYS])
+
+
+def planner_key(planner: SavePlanner) -> tuple[Any, ...] | None:
+    """What identifies a planner's decisions, or None if they cannot be known and its plan must not be cached.
+
+    A stock planner is known by its options. Of a user's planner only the object itself is certain to decide alike, so
+    it is known by identity: pass the same object to every save to have its plan cached.
+    """
+    if type(planner) is DefaultSavePlanner:
+        return (
+            DefaultSavePlanner,
+            planner.flatten_state_dict,
+            planner.flatten_sharded_tensors,
+            planner.dedup_save_to_lowest_rank,
+        )
+    return (type(planner), id(planner)) if isinstance(getattr(planner, "state_dict", None), dict) else None
