@@ -1,4 +1,4 @@
-"""Which process a pid means: a pid alone is reused, a pid and its start time are not."""
+"""Processes: which one a pid means, and the environment of a sidecar."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import os
 def process_start_s(pid: int) -> float | None:
     """When ``pid`` was started, in seconds since boot, or None if there is no such living process.
 
-    A zombie counts as gone. Read from ``/proc/<pid>/stat``, fields 3 and 22 (proc(5)).
+    A pid alone is reused, a pid and its start time are not. A zombie counts as gone. Read from ``/proc/<pid>/stat``,
+    fields 3 and 22 (proc(5)).
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -18,3 +19,16 @@ def process_start_s(pid: int) -> float | None:
     if fields[0] in (b"Z", b"X"):
         return None
     return int(fields[19]) / os.sysconf("SC_CLK_TCK")
+
+
+def sidecar_environment() -> dict[str, str]:
+    """This process's environment for a sidecar that is started with ``/`` as its working directory.
+
+    CUDA is hidden: the writer must never make a context on a GPU. The entries of ``PYTHONPATH`` are made absolute.
+    """
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    python_path = os.environ.get("PYTHONPATH")
+    if python_path:
+        entries = [os.path.abspath(entry) for entry in python_path.split(os.pathsep) if entry]
+        environment["PYTHONPATH"] = os.pathsep.join(entries)
+    return environment

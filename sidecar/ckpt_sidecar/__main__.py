@@ -91,7 +91,8 @@ def _start(parsed: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _asked(parsed: argparse.Namespace) -> list[SidecarStatus]:
+def _asked(parsed: argparse.Namespace) -> tuple[list[SidecarStatus], list[str]]:
+    """The statuses of the sidecars asked for, and why others gave none."""
     from ckpt_sidecar.status_query import ask_status
 
     jobs = (
@@ -100,34 +101,38 @@ def _asked(parsed: argparse.Namespace) -> list[SidecarStatus]:
         else [path.name for path in job_dirs(parsed.shm_root) if lock_owner(path) is not None]
     )
     if not jobs:
-        raise SidecarUnreachable(f"no sidecar of this user runs on this node (under {parsed.shm_root})")
-    return [ask_status(parsed.shm_root, job, parsed.timeout_s) for job in jobs]
+        return [], [f"no sidecar of this user runs on this node (under {parsed.shm_root})"]
+    statuses: list[SidecarStatus] = []
+    problems: list[str] = []
+    for job in jobs:
+        try:
+            statuses.append(ask_status(parsed.shm_root, job, parsed.timeout_s))
+        except CheckpointError as error:
+            problems.append(str(error))
+    return statuses, problems
 
 
 def _status(parsed: argparse.Namespace) -> int:
     from ckpt_sidecar.status_view import describe
 
-    try:
-        statuses = _asked(parsed)
-    except CheckpointError as error:
-        print(f"ckpt-sidecar status: {error}", file=sys.stderr)
-        return EXIT_UNREACHABLE
+    statuses, problems = _asked(parsed)
     if parsed.json:
         print(json.dumps([dataclasses.asdict(status) for status in statuses], indent=1))
-    else:
+    elif statuses:
         print("\n\n".join(describe(status) for status in statuses))
-    return EXIT_OK
+    for problem in problems:
+        print(f"ckpt-sidecar status: {problem}", file=sys.stderr)
+    return EXIT_UNREACHABLE if problems else EXIT_OK
 
 
 def _health(parsed: argparse.Namespace) -> int:
     from ckpt_sidecar.health import degradations
 
-    try:
-        statuses = _asked(parsed)
-    except CheckpointError as error:
-        print(f"unreachable: {error}")
-        return EXIT_UNREACHABLE
+    statuses, problems = _asked(parsed)
     reasons = [f"job {status.job_id}: {reason}" for status in statuses for reason in degradations(status)]
+    if problems:
+        print(f"unreachable: {' | '.join([*problems, *reasons])}")
+        return EXIT_UNREACHABLE
     if reasons:
         print(f"degraded: {' | '.join(reasons)}")
         return EXIT_DEGRADED

@@ -14,15 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckpt_proto.errors import SidecarUnreachable
+from ckpt_proto.process import sidecar_environment
 from ckpt_proto.runtime_dir import log_path, make_private_dir
 
 EXIT_LOCK_TAKEN = 4
 READY_TIMEOUT_S = 60.0
-
-
-def sidecar_environment() -> dict[str, str]:
-    """This process's environment with CUDA hidden: the writer must never make a context on a GPU."""
-    return {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def start_detached(run_arguments: Sequence[str], directory: Path, timeout_s: float = READY_TIMEOUT_S) -> int | None:

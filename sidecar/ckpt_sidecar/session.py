@@ -42,6 +42,10 @@ class Session:
             )
         if self.ended_by(hello):
             return None
+        if hello.session not in ("", self.token):
+            return FailureReport(
+                "StaleSession", f"rank {hello.rank} is of session {hello.session}, the job is in session {self.token}"
+            )
         if hello.world_size != self.world_size:
             return FailureReport(
                 "WorldSizeDiffers",

@@ -163,6 +163,9 @@ class CheckpointClient:
             raise
         except Exception as error:  # noqa: BLE001 - a save that fails must not stop training
             self._give_up(handle, error)
+        except BaseException as error:
+            self._give_up(handle, error)
+            raise
         finally:
             if state is not None:
                 state.release()
@@ -247,7 +250,7 @@ class CheckpointClient:
             self._regions[ready.slot] = region = AttachedRegion(ready, plan.items, region)
         return region
 
-    def _give_up(self, handle: SaveHandle, error: Exception) -> None:
+    def _give_up(self, handle: SaveHandle, error: BaseException) -> None:
         """This rank's part has failed: tell the others, resolve the handle."""
         save = handle._save
         if isinstance(error, SaveSkipped):
@@ -324,17 +327,20 @@ class CheckpointClient:
         """
         if self._closed or os.getpid() != self._pid:
             return
-        self._closed = True
         try:
             self._connection.wait_idle(self._config.close_timeout_s if timeout is None else timeout)
         finally:
-            self._connection.close()
-            self._detach()
-            self._plan = None
+            self._shut()
         if self._last is not None and self._last.is_unobserved_failure:
             error = self._last.error()
             assert error is not None
             raise error
+
+    def _shut(self) -> None:
+        self._closed = True
+        self._connection.close()
+        self._detach()
+        self._plan = None
 
     def __enter__(self) -> Self:
         return self
@@ -342,12 +348,12 @@ class CheckpointClient:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        try:
+        if kind is None:
             self.close()
-        except Exception:
-            if kind is None:
-                raise
-            logger.exception("closing the checkpoint client failed while another error was under way")
+        elif not self._closed and os.getpid() == self._pid:
+            # Another error is under way, perhaps on this rank only: waiting for saves that need the other ranks could
+            # hold up the whole job. What is staged is completed by the sidecar.
+            self._shut()
 
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:

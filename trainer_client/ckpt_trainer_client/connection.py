@@ -36,6 +36,7 @@ from ckpt_proto.messages import (
     Refused,
     RegionReady,
     RegionRefused,
+    ReportFailure,
     RestoreStep,
     ShardPersisted,
     SlotFreed,
@@ -100,8 +101,8 @@ class Connection:
         try:
             self._handshake(time.monotonic() + self._config.connect_timeout_s)
         except BaseException:
-            self._link.close()
             self._callbacks.close(ANSWER_TIMEOUT_S)
+            self._link.close()
             raise
         self._link.start_heartbeat()
 
@@ -299,6 +300,8 @@ class Connection:
             failure = failure.at(self._config.rank, self._config.node)
             self.exchange.on_message(Aborted(save, (failure,)))
             self._callbacks.submit(partial(self._handles.pop(save)._fail, [failure]))
+            # Ranks that have not called save() for this attempt yet must not wait for this one when they do.
+            self._link.send(ReportFailure(save, failure))
 
     def _on_link_failure(self, error: Exception) -> None:
         self.pool.interrupt(f"the link to the sidecar has failed: {error}")
@@ -343,9 +346,13 @@ class Connection:
         self._link.send(DecideCommit(message.save, veto is None, veto or ""))
 
     def _on_beat(self) -> None:
-        if self._starting or self._config.supervised or time.monotonic() - self._link.heard_s < SILENT_S:
+        silent_s = time.monotonic() - self._link.heard_s
+        if silent_s < SILENT_S or sidecar_runs(self._config.runtime_dir):
             return
-        if not sidecar_runs(self._config.runtime_dir):
+        if silent_s > self._config.connect_timeout_s:
+            with self._changed:
+                self._fail_all("SidecarLost", f"no sidecar ran for {silent_s:.0f} s", "see the sidecar's log")
+        if not (self._starting or self._config.supervised):
             self._starting = True
             self._callbacks.submit(self._restart_sidecar)
 
@@ -365,5 +372,7 @@ class Connection:
         with self._changed:
             if not self._changed.wait_for(lambda: self._farewell, patience_s):
                 logger.warning("closed without the sidecar's farewell: it is away")
-        self._link.close()
-        self._callbacks.close(ANSWER_TIMEOUT_S)
+        try:
+            self._callbacks.close(ANSWER_TIMEOUT_S)
+        finally:
+            self._link.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,10 @@ def load_step(state_dict: dict[str, Any], directory: str, step: int) -> None:
         known = committed_steps(directory)
         what = "exists but was never committed" if Path(where).exists() else "does not exist"
         raise NoCheckpoint(f"{where} {what}; committed steps in {directory}: {known or 'none'}")
-    load(state_dict, checkpoint_id=where)
+    with warnings.catch_warnings():
+        # Loading in one process without a process group is meant, not an oversight.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        load(state_dict, checkpoint_id=where)
 
 
 def with_per_rank(state_dict: dict[str, Any], per_rank: dict[str, Any] | None, rank: int) -> dict[str, Any]:

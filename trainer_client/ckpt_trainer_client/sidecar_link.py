@@ -46,6 +46,8 @@ class SidecarLink:
         self._on_beat = on_beat
         self._on_failure = on_failure
         self._outgoing: deque[bytes] = deque()
+        # Guards the wake-up descriptor only: once it is closed its number may be somebody else's.
+        self._sending = threading.Lock()
         self._stop = False
         self._beat = False
         self.heard_s = time.monotonic()
@@ -69,8 +71,12 @@ class SidecarLink:
 
     def send_frame(self, frame: bytes) -> None:
         """Queue a message that is encoded already."""
-        self._outgoing.append(frame)
-        os.eventfd_write(self._wake_fd, 1)
+        with self._sending:
+            if self._stop:
+                logger.debug("dropped a message: the link is closed")
+                return
+            self._outgoing.append(frame)
+            os.eventfd_write(self._wake_fd, 1)
 
     def start_heartbeat(self) -> None:
         """From now on send heartbeats; called after the first Welcome."""
@@ -78,8 +84,9 @@ class SidecarLink:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Send what is queued, end the thread, close the socket."""
-        self._stop = True
-        os.eventfd_write(self._wake_fd, 1)
+        with self._sending:
+            self._stop = True
+            os.eventfd_write(self._wake_fd, 1)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise RuntimeError(f"the thread ckpt-link has not ended within {timeout_s} s")

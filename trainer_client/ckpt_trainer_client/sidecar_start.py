@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 from ckpt_proto.errors import SidecarUnreachable
+from ckpt_proto.process import sidecar_environment
 from ckpt_proto.runtime_dir import lock_owner
 
 IDLE_EXIT_S = 60.0
@@ -38,7 +38,7 @@ def start_sidecar(job_id: str, shm_root: Path, timeout_s: float) -> None:
             text=True,
             timeout=timeout_s,
             cwd="/",
-            env=_environment(),
+            env=sidecar_environment(),
             check=False,
         )
     except subprocess.TimeoutExpired:
@@ -47,9 +47,3 @@ def start_sidecar(job_id: str, shm_root: Path, timeout_s: float) -> None:
         raise SidecarUnreachable(
             f"no sidecar could be started for job {job_id} (exit code {done.returncode}): {done.stderr.strip()[-2000:]}"
         )
-
-
-def _environment() -> dict[str, str]:
-    # `cwd` is / so that a script's own folder cannot shadow modules; what made the packages importable here must stay.
-    entries = [os.path.abspath(entry) for entry in sys.path if entry]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(entries), "CUDA_VISIBLE_DEVICES": ""}
