@@ -130,10 +130,10 @@ class ActionRunner:
 
     def _write_shard(self, action: WriteShard) -> None:
         rank, save = action.submit.rank, action.submit.save
-        progress = self.progress[rank, save]
-        region = self._regions[rank, action.submit.slot]
         self._post(ShardStarted(rank, save))
         try:
+            progress = self.progress[rank, save]
+            region = self._regions[rank, action.submit.slot]
             from ckpt_sidecar.torch_work import ShardWriter
 
             writer = ShardWriter(self._io, self._throttle, time.monotonic)
@@ -143,7 +143,7 @@ class ActionRunner:
             self._post(ShardBroken(rank, save, failure))
             return
         finally:
-            del self.progress[rank, save]
+            self.progress.pop((rank, save), None)
         self._post(ShardDurable(rank, save, nbytes))
 
     def _cancel(self, rank: int, save: SaveKey) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 
 from ckpt_proto.checkpoint_layout import METADATA_NAME, step_of
@@ -27,7 +28,7 @@ def open_directory(directory: str) -> tuple[int, ...]:
 
 
 def _try_writing(path: Path) -> None:
-    probe = path / f".ckpt-sidecar-probe.{os.getpid()}"
+    probe = path / f".ckpt-sidecar-probe.{secrets.token_hex(4)}"
     fd = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         os.write(fd, b"probe")

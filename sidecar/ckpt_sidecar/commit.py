@@ -6,6 +6,7 @@ process can finish a complete attempt on any later day.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import pickle
@@ -28,13 +29,15 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckpt_proto.checkpoint_layout import METADATA_NAME, attempt_of, checkpoint_id, manifest_name
 from ckpt_proto.codec import decode
-from ckpt_proto.errors import AlreadyCommitted, IncompleteCheckpoint
+from ckpt_proto.errors import AlreadyCommitted, IncompleteCheckpoint, RemoteProtocolError
 from ckpt_proto.identity import SaveKey
 from ckpt_proto.plan_items import ItemKind, PlanItem
 from ckpt_proto.shard_manifest import ShardManifest
-from ckpt_sidecar.durable_fs import publish, remove_files
+from ckpt_sidecar.durable_fs import NotDurable, publish, remove_files
 from ckpt_sidecar.events import Publish
 from ckpt_sidecar.frames import dtype_of
+
+logger = logging.getLogger(__name__)
 
 DCP_VERSION = "1.0.0"
 """Value of ``Metadata.version`` that DCP's own writer sets (the field exists since torch 2.9)."""
@@ -57,9 +60,15 @@ def publish_checkpoint(order: Publish) -> None:
     manifests = read_manifests(directory, order.save.save_id, order.world_size)
     check_complete(directory, manifests, order)
     metadata = build_metadata(manifests, str(directory))
-    publish(target, pickle.dumps(metadata, protocol=4), overwrite=order.overwrite)
+    try:
+        publish(target, pickle.dumps(metadata, protocol=4), overwrite=order.overwrite)
+    except NotDurable as error:
+        # The new checkpoint is visible and whole, so the commit stands; the files of the old one stay for the crash
+        # that would bring its .metadata back.
+        logger.error("%s", error)
+        return
     if order.overwrite:
-        _remove_superseded(directory, order.save)
+        _try_to_remove_superseded(directory, order.save)
 
 
 def read_manifests(directory: Path, save_id: str, world_size: int) -> list[ShardManifest]:
@@ -71,14 +80,18 @@ def read_manifests(directory: Path, save_id: str, world_size: int) -> list[Shard
     manifests: list[ShardManifest] = []
     missing: list[int] = []
     for rank in range(world_size):
+        path = directory / manifest_name(rank, save_id)
         try:
-            frame = (directory / manifest_name(rank, save_id)).read_bytes()
+            frame = path.read_bytes()
         except FileNotFoundError:
             missing.append(rank)
             continue
-        manifest = decode(frame)
+        try:
+            manifest = decode(frame)
+        except RemoteProtocolError as error:
+            raise IncompleteCheckpoint(f"{path} is no shard manifest: {error}") from error
         if not isinstance(manifest, ShardManifest):
-            raise IncompleteCheckpoint(f"{directory / manifest_name(rank, save_id)} is no shard manifest")
+            raise IncompleteCheckpoint(f"{path} is a {type(manifest).__name__}, no shard manifest")
         manifests.append(manifest)
     if missing:
         raise IncompleteCheckpoint(f"{directory}: attempt {save_id} has no shard manifest of ranks {missing[:20]}")
@@ -167,6 +180,14 @@ def _add_state(state: dict[str, Any], item: PlanItem) -> None:
         )
         state[item.fqn] = TensorStorageMetadata(properties, torch.Size(item.global_sizes), [])
     state[item.fqn].chunks.append(ChunkStorageMetadata(torch.Size(item.offsets), torch.Size(item.sizes)))
+
+
+def _try_to_remove_superseded(directory: Path, save: SaveKey) -> None:
+    # What cannot be removed is garbage that nothing refers to; the commit stands.
+    try:
+        _remove_superseded(directory, save)
+    except OSError as error:
+        logger.warning("files of older attempts are left in %s: %s", directory, error)
 
 
 def _remove_superseded(directory: Path, save: SaveKey) -> None:

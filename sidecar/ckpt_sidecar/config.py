@@ -42,7 +42,9 @@ class SidecarConfig:
             raise ValueError(f"--shm-root {self.shm_root} is no directory")
         if not 1 <= self.writers <= 64:
             raise ValueError(f"--writers {self.writers} is outside 1 .. 64")
-        if self.max_write_bytes_per_s is not None and self.max_write_bytes_per_s <= 0:
+        if self.idle_exit_s is not None and not self.idle_exit_s >= 0:
+            raise ValueError(f"--idle-exit-s {self.idle_exit_s} is negative")
+        if self.max_write_bytes_per_s is not None and not self.max_write_bytes_per_s > 0:
             raise ValueError(f"--max-write-bytes-per-s {self.max_write_bytes_per_s} is not positive")
         if not 0 <= self.nice <= 19:
             raise ValueError(f"--nice {self.nice} is outside 0 .. 19")

@@ -8,10 +8,14 @@ about its cache is beyond us.
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 from pathlib import Path
 
-from ckpt_proto.errors import AlreadyCommitted
+from ckpt_proto.errors import AlreadyCommitted, StorageError
+
+logger = logging.getLogger(__name__)
 
 
 def make_dirs(path: Path) -> None:
@@ -50,25 +54,58 @@ def write_file(path: Path, content: bytes) -> None:
     sync_dir(path.parent)
 
 
+class NotDurable(StorageError):
+    """The new content is visible under its name, but a crash may still bring the old one back."""
+
+
 def publish(path: Path, content: bytes, *, overwrite: bool) -> None:
     """Like :func:`write_file`, but the name appears only if it was free, unless ``overwrite``.
 
     Raises:
         AlreadyCommitted: somebody else has published ``path``; their file is untouched.
+        NotDurable: with ``overwrite``: the old content has been replaced, the directory could not be made durable.
+        OSError: nothing is visible that was not before.
     """
-    if overwrite:
-        write_file(path, content)
-        return
     temporary = _write_temporary(path, content)
     try:
-        os.link(temporary, path)
+        if overwrite:
+            os.replace(temporary, path)
+        else:
+            _link(temporary, path)
     except FileExistsError as error:
-        raise AlreadyCommitted(
-            f"{path} exists already: pass overwrite=True to save() to replace the checkpoint"
-        ) from error
+        text = f"{path} exists already: pass overwrite=True to save() to replace the checkpoint"
+        raise AlreadyCommitted(text) from error
     finally:
-        temporary.unlink(missing_ok=True)
-    sync_dir(path.parent)
+        _try_to_unlink(temporary)
+    try:
+        sync_dir(path.parent)
+    except OSError as error:
+        if overwrite:
+            raise NotDurable(f"{path} was replaced, but its directory cannot be made durable: {error}") from error
+        _try_to_unlink(path)
+        raise
+
+
+def _link(temporary: Path, path: Path) -> None:
+    """Give a file its final name if that is free: atomic where the file system has hard links.
+
+    Some have none (FUSE, CIFS, exFAT): there, between looking and renaming, another job could publish the same name.
+    """
+    try:
+        os.link(temporary, path)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+            raise
+        if path.exists():
+            raise FileExistsError(path) from error
+        os.replace(temporary, path)
+
+
+def _try_to_unlink(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("cannot remove %s: %s", path, error)
 
 
 def _write_temporary(path: Path, content: bytes) -> Path:

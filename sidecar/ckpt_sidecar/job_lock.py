@@ -42,6 +42,8 @@ class JobLock:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 os.close(fd)
+                if lock_owner(directory) is None:
+                    continue  # it was only looked at, by a probe that holds a shared lock for a moment
                 raise JobLockTaken(
                     f"a sidecar (pid {lock_owner(directory) or 'unknown'}) already serves job {directory.name} on this "
                     f"node: it holds {self._path}"

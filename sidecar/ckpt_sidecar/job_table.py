@@ -305,7 +305,7 @@ class JobTable:
         if plan is None or plan.plan_id != message.plan_id or message.slot >= record.hello.slots:
             failure = FailureReport("StalePlan", f"plan {message.plan_id} is not the plan of rank {record.hello.rank}")
             return [Send(record.peer, RegionRefused(message.plan_id, message.slot, failure))]
-        return self._prepare(record, message.slot, message.byte_capacity)
+        return self._prepare(record, message.slot, max(message.byte_capacity, FIRST_BYTE_CAPACITY))
 
     # ------------------------------------------------------------ shard jobs
 

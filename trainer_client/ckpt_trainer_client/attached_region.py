@@ -32,10 +32,10 @@ class AttachedRegion:
             self._mapping, self._seal = old._mapping, old._seal
             old.targets = []
         else:
-            if old is not None:
-                old.close()
             self._mapping = attach(Path(ready.path), ready.region_bytes)
             self._seal = Seal(seal_path(Path(ready.path)))
+            if old is not None:
+                old.close()
         self.targets = _targets(self._mapping, ready, items)
 
     def begin(self) -> None:

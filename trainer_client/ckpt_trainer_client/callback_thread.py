@@ -45,6 +45,6 @@ class CallbackThread:
         while (work := self._work.get()) is not None:
             try:
                 work()
-            except Exception:
+            except BaseException:
                 logger.exception("a callback of the checkpoint client failed")
             del work

@@ -32,6 +32,7 @@ from ckpt_trainer_client.errors import (
     UnsupportedLeaf,
 )
 from ckpt_trainer_client.planning import PlanningState, SavePlanned
+from ckpt_trainer_client.region_pool import RegionRequest
 from ckpt_trainer_client.restore import committed_steps, load_step, with_per_rank
 from ckpt_trainer_client.save_handle import SaveHandle
 from ckpt_trainer_client.staging import byte_entries, copy_all, sources
@@ -201,16 +202,14 @@ class CheckpointClient:
         plan = self._plan_for(save, state)
         entries = byte_entries(state, plan)
         tensors = sources(state, plan)
-        config = self._config
-        pool = self._connection.pool
-        ready = pool.acquire(plan.plan_id, save.step, config.backpressure, config.backpressure_timeout_s)
+        pool, request = self._connection.pool, self._request(save, plan)
+        ready = pool.acquire(request)
         try:
             needed = sum(map(len, entries))
             if needed > ready.byte_capacity:
                 # Twice what is needed, so that a slowly growing value does not grow the region at every save.
-                self._connection.send(GrowRegion(plan.plan_id, ready.slot, 2 * needed))
-                ready = pool.grow(ready, save.step, config.backpressure_timeout_s)
-            self._connection.exchange.raise_if_aborted(save)
+                ready = pool.grow(ready, request, 2 * needed)
+            request.check()
             region = self._attach(ready, plan)
             region.begin()
             copy_all(region.targets, tensors)
@@ -219,11 +218,22 @@ class CheckpointClient:
             pool.discard(ready.slot)
             raise
         lengths = tuple(map(len, entries))
-        submit = SubmitShard(save, config.rank, plan.plan_id, ready.slot, ready.generation, lengths, overwrite)
+        submit = SubmitShard(save, self._config.rank, plan.plan_id, ready.slot, ready.generation, lengths, overwrite)
         frame = encode(submit)
         region.seal(frame)
         pool.seal(ready.slot)
         self._connection.send_frame(frame)
+
+    def _request(self, save: SaveKey, plan: SavePlanned) -> RegionRequest:
+        config, connection = self._config, self._connection
+        return RegionRequest(
+            plan.plan_id,
+            save.step,
+            config.backpressure,
+            config.backpressure_timeout_s,
+            check=lambda: connection.exchange.raise_if_aborted(save),
+            prepare=lambda slot, capacity: connection.send(GrowRegion(plan.plan_id, slot, capacity)),
+        )
 
     def _plan_for(self, save: SaveKey, state: PlanningState) -> SavePlanned:
         cached = self._plan if self._connection.plan_is_valid else None
@@ -302,7 +312,7 @@ class CheckpointClient:
         chosen = self.latest() if step is None else step
         if chosen is None:
             raise NoCheckpoint(f"there is no committed checkpoint in {self._config.directory}")
-        load_step(with_per_rank(state_dict, per_rank, self._config.rank), self._config.directory, chosen)
+        load_step(state_dict, self._config.directory, chosen, per_rank, self._config.rank)
         return chosen
 
     # ------------------------------------------------------------ end

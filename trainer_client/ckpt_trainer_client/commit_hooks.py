@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 PreCommitHook = Callable[[int, str], object]
 """``hook(step, checkpoint_id)`` on rank 0, when all data files are durable and ``.metadata`` is not published yet.
-Raising or returning False vetoes the commit."""
+Raising or returning something false other than None vetoes the commit."""
 
 PostCommitHook = Callable[[int, str], object]
 """``hook(step, checkpoint_id)`` on every rank, after the commit. What it raises is logged, the checkpoint stands."""
@@ -26,9 +26,10 @@ class CommitHooks:
         """Why the commit must not be made, or None."""
         for hook in self._pre:
             try:
-                if hook(step, checkpoint_id) is False:
-                    return f"{_name(hook)} returned False"
-            except Exception as error:
+                answer = hook(step, checkpoint_id)
+                if answer is not None and not answer:
+                    return f"{_name(hook)} returned {answer!r}"
+            except BaseException as error:
                 logger.warning("pre-commit hook %s refused step %d", _name(hook), step, exc_info=True)
                 return f"{_name(hook)} raised {type(error).__name__}: {error}"
         return None
@@ -38,7 +39,7 @@ class CommitHooks:
         for hook in self._post:
             try:
                 hook(step, checkpoint_id)
-            except Exception:
+            except BaseException:
                 logger.exception("post-commit hook %s failed for step %d", _name(hook), step)
 
 

@@ -79,10 +79,10 @@ class ClientConfig:
         values: dict[str, object] = {
             "directory": where,
             "job_id": _job_id(environment, where),
-            "rank": int(environment.get("RANK", "0")),
-            "world_size": int(environment.get("WORLD_SIZE", "1")),
-            "local_rank": int(environment.get("LOCAL_RANK", "0")),
-            "incarnation": int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            "rank": _number(environment, "RANK", 0),
+            "world_size": _number(environment, "WORLD_SIZE", 1),
+            "local_rank": _number(environment, "LOCAL_RANK", 0),
+            "incarnation": _number(environment, "TORCHELASTIC_RESTART_COUNT", 0),
             "shm_root": Path(environment.get("CKPT_SIDECAR_SHM_ROOT", DEFAULT_SHM_ROOT)),
             "node": socket.gethostname(),
             "supervised": environment.get("CKPT_SIDECAR_SUPERVISED", "0") == "1",
@@ -97,6 +97,14 @@ def absolute_directory(directory: str | os.PathLike[str]) -> str:
     if "://" in text:
         raise ValueError(f"{text} is a URL; this release saves to file systems only")
     return os.path.abspath(text)
+
+
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name, "")
+    try:
+        return int(text) if text else default
+    except ValueError:
+        raise ValueError(f"the environment variable {name} is {text!r}, expected a number") from None
 
 
 def _job_id(environment: Mapping[str, str], directory: str) -> str:

@@ -201,6 +201,9 @@ class Connection:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             handles = list(self._handles.values())
+        told = threading.Event()
+        self._callbacks.submit(told.set)  # what has arrived is resolved on that thread, perhaps not yet
+        told.wait(timeout_s)
         for handle in handles:
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
@@ -302,6 +305,7 @@ class Connection:
             self._callbacks.submit(partial(self._handles.pop(save)._fail, [failure]))
             # Ranks that have not called save() for this attempt yet must not wait for this one when they do.
             self._link.send(ReportFailure(save, failure))
+        self.pool.wake()
 
     def _on_link_failure(self, error: Exception) -> None:
         self.pool.interrupt(f"the link to the sidecar has failed: {error}")
@@ -333,6 +337,7 @@ class Connection:
         if message.replan:
             self.plan_is_valid = False
         self.exchange.on_message(message)
+        self.pool.wake()
         handle = self._take_handle(message.save)
         if handle is not None:
             self._callbacks.submit(partial(handle._fail, message.failures, skipped=message.skipped))

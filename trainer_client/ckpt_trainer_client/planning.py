@@ -41,12 +41,20 @@ class PlanningState:
     """One state dict being saved, seen through its planner. Lives as long as one ``save()``."""
 
     def __init__(self, state_dict: Mapping[str, Any], planner: SavePlanner | None, *, is_coordinator: bool) -> None:
+        if getattr(planner, "_enable_plan_caching", False):
+            raise PlanningError(
+                f"{type(planner).__name__} has enable_plan_caching on: that cache is global to the process and would "
+                "answer with plans of other clients; leave it off, the client caches plans itself"
+            )
         self.planner = planner if planner is not None else DefaultSavePlanner()
         self.is_own = planner is None
         self.planner.set_up_planner(_without_stateful(state_dict), is_coordinator=is_coordinator)
         self.key = planner_key(self.planner)
         flat = getattr(self.planner, "state_dict", None)
-        self.structure = structure_of(flat) if self.key is not None and isinstance(flat, dict) else None
+        paths = getattr(self.planner, "mappings", None) or {}
+        self.structure: Structure | None = None
+        if self.key is not None and isinstance(flat, dict):
+            self.structure = structure_of(flat, paths)
 
     def fits(self, plan: SavePlanned | None) -> bool:
         """Whether ``plan`` was made for this structure by this planner."""
@@ -137,8 +145,12 @@ class PlanningState:
             ) from error
 
     def release(self) -> None:
-        """Make the planner let go of the state dict: a user's planner lives on, and would keep the tensors alive."""
-        self.planner.set_up_planner({}, is_coordinator=False)
+        """Let a user's planner, which lives on, go of the state dict: it would keep tensors alive till the next save.
+
+        The planner is not called for it: a planner is only ever given what the user saves.
+        """
+        if not self.is_own and isinstance(getattr(self.planner, "state_dict", None), dict):
+            self.planner.state_dict = {}  # type: ignore[attr-defined]
 
 
 def _without_stateful(state_dict: Mapping[str, Any]) -> dict[str, Any]:

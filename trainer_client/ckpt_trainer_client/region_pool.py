@@ -24,7 +24,26 @@ class _Slot:
     state: RegionState = RegionState.FREE
     ready: RegionReady | None = None
     refusal: RegionRefused | None = None
+    refused_step: int = -1
     step: int = -1
+
+
+@dataclass(frozen=True)
+class RegionRequest:
+    """One save's wish for a region.
+
+    Attributes:
+        policy: ``wait`` or ``skip`` when every slot is busy; ``timeout_s`` bounds every wait.
+        check: raises if the attempt has been given up; called whenever a wait is interrupted.
+        prepare: asks the sidecar to prepare ``(slot, byte_capacity)`` anew.
+    """
+
+    plan_id: str
+    step: int
+    policy: str
+    timeout_s: float
+    check: Callable[[], None]
+    prepare: Callable[[int, int], None]
 
 
 class RegionPool:
@@ -51,7 +70,7 @@ class RegionPool:
         """The sidecar could not prepare a region."""
         with self._changed:
             slot = self._slots[refusal.slot]
-            slot.ready, slot.refusal = None, refusal
+            slot.ready, slot.refusal, slot.refused_step = None, refusal, slot.step
             self._changed.notify_all()
 
     def on_freed(self, index: int, generation: int) -> None:
@@ -75,50 +94,89 @@ class RegionPool:
             self._broken = why
             self._changed.notify_all()
 
+    def wake(self) -> None:
+        """Let a waiting :meth:`acquire` or :meth:`grow` look again whether its save is still wanted."""
+        with self._changed:
+            self._changed.notify_all()
+
     # ------------------------------------------------------------ called by the trainer
 
     @property
     def all_busy(self) -> bool:
-        """Whether every slot is still with the sidecar."""
+        """Whether no slot can become free without the sidecar finishing a write."""
         with self._changed:
-            return all(slot.state is RegionState.SEALED for slot in self._slots)
+            return self._all_busy()
 
-    def acquire(self, plan_id: str, step: int, policy: str, timeout_s: float) -> RegionReady:
+    def acquire(self, request: RegionRequest) -> RegionReady:
         """Take a free slot that is prepared for the plan; it is FILLING until sealed or discarded.
 
         Raises:
-            SaveSkipped: every slot is being persisted and ``policy`` is ``skip``.
-            RegionsExhausted: none became free within ``timeout_s``; the text names the steps that hold them.
+            SaveSkipped: every slot is being persisted and the policy is ``skip``.
+            RegionsExhausted: none became free in time; the text names the steps that hold them.
             NotEnoughSharedMemory, RegionError: the sidecar could not make a region.
+            CheckpointFailed: the attempt was given up meanwhile.
         """
-        deadline = self._clock() + timeout_s
+        deadline = self._clock() + request.timeout_s
+        asked: set[int] = set()
         with self._changed:
             while True:
-                self._raise_if_hopeless(plan_id, step, policy)
-                for slot in self._slots:
-                    if slot.state is RegionState.FREE and slot.ready and slot.ready.plan_id == plan_id:
-                        slot.state = walk(REGION, slot.state, RegionEvent.FILL)
-                        slot.step = step
-                        return slot.ready
+                request.check()
+                ready = self._take_free(request)
+                if ready is not None:
+                    return ready
+                self._ask_again(request, asked)
+                self._raise_if_hopeless(request)
                 if not self._changed.wait(deadline - self._clock()):
                     raise RegionsExhausted(
-                        f"no region became free for step {step} within {timeout_s:.0f} s: {self._describe()}; the "
-                        "storage is slower than the saves, or the sidecar is stuck (see ckpt-sidecar status)"
+                        f"no region became free for step {request.step} within {request.timeout_s:.0f} s: "
+                        f"{self._describe()}; the storage is slower than the saves, or the sidecar is stuck "
+                        "(see ckpt-sidecar status)"
                     )
 
-    def grow(self, ready: RegionReady, step: int, timeout_s: float) -> RegionReady:
-        """Wait until the slot that this rank is filling has been prepared anew with more room."""
-        deadline = self._clock() + timeout_s
+    def grow(self, ready: RegionReady, request: RegionRequest, byte_capacity: int) -> RegionReady:
+        """Have the slot that this rank is filling prepared anew with more room, and wait for that.
+
+        Raises:
+            NotEnoughSharedMemory, RegionError: it could not be done, or not in time.
+            CheckpointFailed: the attempt was given up meanwhile.
+        """
+        deadline = self._clock() + request.timeout_s
+        request.prepare(ready.slot, byte_capacity)
         with self._changed:
-            slot = self._slots[ready.slot]
-            while slot.ready is None or slot.ready.generation == ready.generation:
+            while True:
+                request.check()
+                slot = self._slots[ready.slot]
+                if slot.ready is not None and slot.ready.generation != ready.generation:
+                    return slot.ready
                 if slot.refusal is not None:
                     raise _refused(slot.refusal)
                 if self._broken:
                     raise RegionError(self._broken)
                 if not self._changed.wait(deadline - self._clock()):
-                    raise RegionError(f"the region for step {step} was not grown within {timeout_s:.0f} s")
-            return slot.ready
+                    text = f"the region for step {request.step} was not grown to hold {byte_capacity} byte-entry bytes"
+                    raise RegionError(f"{text} within {request.timeout_s:.0f} s")
+
+    def _take_free(self, request: RegionRequest) -> RegionReady | None:
+        for slot in self._slots:
+            if slot.state is RegionState.FREE and slot.ready and slot.ready.plan_id == request.plan_id:
+                slot.state = walk(REGION, slot.state, RegionEvent.FILL)
+                slot.step = request.step
+                return slot.ready
+        return None
+
+    def _ask_again(self, request: RegionRequest, asked: set[int]) -> None:
+        """Once per acquire: what did not fit into shared memory before may fit now."""
+        for index, slot in enumerate(self._slots):
+            stale = (
+                slot.refusal is not None
+                and slot.refusal.plan_id == request.plan_id
+                and slot.refused_step != request.step
+            )
+            if stale and index not in asked:
+                asked.add(index)
+                slot.refusal = None
+                slot.step = request.step
+                request.prepare(index, 0)
 
     def seal(self, index: int) -> None:
         """The slot is whole and belongs to the sidecar."""
@@ -134,18 +192,20 @@ class RegionPool:
             slot.state = walk(REGION, slot.state, event)
             self._changed.notify_all()
 
-    def _raise_if_hopeless(self, plan_id: str, step: int, policy: str) -> None:
+    def _all_busy(self) -> bool:
+        sealed = sum(slot.state is RegionState.SEALED for slot in self._slots)
+        refused = sum(slot.refusal is not None for slot in self._slots)
+        return sealed > 0 and sealed + refused == len(self._slots)
+
+    def _raise_if_hopeless(self, request: RegionRequest) -> None:
         if self._broken:
             raise RegionError(self._broken)
-        busy = all(slot.state is RegionState.SEALED for slot in self._slots)
-        if busy and policy == "skip":
-            raise SaveSkipped(step, [FailureReport("SaveSkipped", f"no free region: {self._describe()}")])
-        usable = [slot for slot in self._slots if slot.refusal is None]
-        if not usable:
-            refusal = self._slots[0].refusal
-            assert refusal is not None
-            if refusal.plan_id == plan_id:
-                raise _refused(refusal)
+        if self._all_busy() and request.policy == "skip":
+            failure = FailureReport("SaveSkipped", f"no free region: {self._describe()}")
+            raise SaveSkipped(request.step, [failure])
+        refusals = [slot.refusal for slot in self._slots if slot.refusal is not None]
+        if len(refusals) == len(self._slots) and refusals[0].plan_id == request.plan_id:
+            raise _refused(refusals[0])
 
     def _describe(self) -> str:
         return ", ".join(

@@ -25,8 +25,10 @@ def committed_steps(directory: str) -> list[int]:
     return sorted(step for step in steps if (Path(checkpoint_id(directory, step)) / METADATA_NAME).exists())
 
 
-def load_step(state_dict: dict[str, Any], directory: str, step: int) -> None:
-    """Load a committed step into ``state_dict`` in place: ``dcp.load`` on the step's directory.
+def load_step(
+    state_dict: dict[str, Any], directory: str, step: int, per_rank: dict[str, Any] | None = None, rank: int = 0
+) -> None:
+    """Load a committed step into ``state_dict`` (and ``per_rank``) in place: ``dcp.load`` on the step's directory.
 
     Raises:
         NoCheckpoint: the step is not committed; the text names the committed ones.
@@ -36,10 +38,13 @@ def load_step(state_dict: dict[str, Any], directory: str, step: int) -> None:
         known = committed_steps(directory)
         what = "exists but was never committed" if Path(where).exists() else "does not exist"
         raise NoCheckpoint(f"{where} {what}; committed steps in {directory}: {known or 'none'}")
+    whole = with_per_rank(state_dict, per_rank, rank)
     with warnings.catch_warnings():
         # Loading in one process without a process group is meant, not an oversight.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        load(state_dict, checkpoint_id=where)
+        load(whole, checkpoint_id=where)
+    # dcp.load assigns what is no tensor to the dict that it was given.
+    state_dict.update((key, whole[key]) for key in state_dict)
 
 
 def with_per_rank(state_dict: dict[str, Any], per_rank: dict[str, Any] | None, rank: int) -> dict[str, Any]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
@@ -45,7 +44,9 @@ class SaveHandle:
         self._failures: tuple[FailureReport, ...] = ()
         self._skipped = False
         self._observed = False
-        self._lock = threading.Lock()
+        for future in (self.staged, self.persisted, self.committed):
+            # A running future cannot be cancelled: asyncio.wait_for that gives up must not take the fact away.
+            future.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> str:
         """Wait until the checkpoint is committed and return its path.
@@ -54,16 +55,15 @@ class SaveHandle:
             CheckpointFailed: it will not be; SaveSkipped if it was skipped.
             TimeoutError: neither is known after ``timeout`` seconds; the text names who is late.
         """
+        # exception() and not result(): a future that raises keeps the frames of its caller, and so its tensors.
         try:
-            return self.committed.result(timeout)
+            failed = self.committed.exception(timeout) is not None
         except FutureTimeout:
-            if not self.committed.done():
-                late = self._who_is_late(self._save)
-                raise TimeoutError(f"step {self.step} is not committed after {timeout} s: {late}") from None
-        except CheckpointFailed:
-            pass
+            late = self._who_is_late(self._save)
+            raise TimeoutError(f"step {self.step} is not committed after {timeout} s: {late}") from None
+        if not failed:
+            return self.committed.result()
         self._observed = True
-        # A fresh exception each time: one that is kept would hold the caller's frames, and so its tensors.
         raise self._exception()
 
     def __await__(self) -> Generator[Any, None, str]:
@@ -109,32 +109,39 @@ class SaveHandle:
 
     def _set_staged(self) -> None:
         self.staged_at_s = self._seconds()
-        if not self.staged.done():
-            self.staged.set_result(None)
+        _settle(self.staged, None)
 
     def _set_persisted(self) -> None:
-        if not self.persisted.done():
+        if self.persisted_at_s is None:
             self.persisted_at_s = self._seconds()
-            self.persisted.set_result(None)
+        _settle(self.persisted, None)
 
     def _set_committed(self, checkpoint_id: str) -> None:
         self._set_persisted()
-        if not self.committed.done():
-            self.committed_at_s = self._seconds()
-            self.committed.set_result(checkpoint_id)
+        self.committed_at_s = self._seconds()
+        _settle(self.committed, checkpoint_id)
 
     def _fail(self, failures: Sequence[FailureReport], *, skipped: bool = False) -> None:
-        with self._lock:
-            if self.committed.done() or self._failures:
-                return
-            self._failures = tuple(failures)
-            self._skipped = skipped
+        if self.committed.done() or self._failures:
+            return
+        self._failures = tuple(failures)
+        self._skipped = skipped
         for future in (self.staged, self.persisted, self.committed):
-            if not future.done():
-                future.set_exception(self._exception())
+            _settle(future, self._exception())
 
     def _exception(self) -> CheckpointFailed:
         return (SaveSkipped if self._skipped else CheckpointFailed)(self.step, self._failures)
+
+
+def _settle(future: Future[Any], outcome: object) -> None:
+    """Resolve a future unless another thread has done so already: the first outcome stands."""
+    try:
+        if isinstance(outcome, BaseException):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+    except InvalidStateError:
+        pass  # staged on the trainer's thread and failed on ckpt-callbacks can meet
 
 
 def _succeeded(future: Future[Any]) -> bool:

@@ -18,9 +18,12 @@ Structure = dict[str, tuple[Any, ...]]
 MAX_CHANGED_KEYS = 20
 
 
-def structure_of(flat: Mapping[str, Any]) -> Structure:
-    """The structure of a flattened state dict: key -> what its entries in a plan depend on."""
-    return {fqn: _leaf(value) for fqn, value in flat.items()}
+def structure_of(flat: Mapping[str, Any], paths: Mapping[str, tuple[Any, ...]]) -> Structure:
+    """The structure of a flattened state dict: key -> what its entries in a plan depend on.
+
+    ``paths`` says how each key was nested: the same keys nested otherwise are another structure.
+    """
+    return {fqn: (paths.get(fqn), *_leaf(value)) for fqn, value in flat.items()}
 
 
 def _leaf(value: Any) -> tuple[Any, ...]:
