@@ -51,19 +51,24 @@ class CrcSweep:
                 struct.pack_into("<I", self._mapping, tail_at + offset, self._crcs[index])
 
     def entries(self) -> tuple[ManifestEntry, ...]:
-        """The manifest's entries; complete once the sweep has reached the end of the file."""
+        """The manifest's entries in plan order; complete once the sweep has reached the end of the file."""
         assert self._index == len(self._spans), "the sweep has not reached the end"
-        framed = [
-            ManifestEntry(entry.item, entry.offset_bytes, entry.frame.entry_bytes, crc)
-            for entry, crc in zip(self._layout.framed, self._crcs, strict=False)
-        ]
-        byte_spans = self._spans[len(framed) :]
-        byte_crcs = self._crcs[len(framed) :]
-        others = [
-            ManifestEntry(item, start, stop - start, crc)
-            for item, (start, stop), crc in zip(self._layout.byte_items, byte_spans, byte_crcs, strict=True)
-        ]
-        return (*framed, *others)
+        framed = iter(
+            [
+                ManifestEntry(entry.item, entry.offset_bytes, entry.frame.entry_bytes, crc)
+                for entry, crc in zip(self._layout.framed, self._crcs, strict=False)
+            ]
+        )
+        count = len(self._layout.framed)
+        others = iter(
+            [
+                ManifestEntry(item, start, stop - start, crc)
+                for item, (start, stop), crc in zip(
+                    self._layout.byte_items, self._spans[count:], self._crcs[count:], strict=True
+                )
+            ]
+        )
+        return tuple(next(framed) if item.is_framed else next(others) for item in self._layout.items)
 
     def close(self) -> None:
         """Let go of the mapping."""

@@ -39,8 +39,12 @@ class FramedEntry:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Where everything of one rank's plan lies. ``byte_offset`` is where the byte entries begin."""
+    """Where everything of one rank's plan lies. ``byte_offset`` is where the byte entries begin.
 
+    ``items`` is the plan in its own order, which is also the order of the manifest and so of ``.metadata``.
+    """
+
+    items: Plan
     framed: tuple[FramedEntry, ...]
     byte_items: tuple[PlanItem, ...]
     byte_offset: int
@@ -64,7 +68,7 @@ def lay_out(items: Plan) -> ShardLayout:
             framed.append(FramedEntry(item, position, frame))
             position += -(-frame.entry_bytes // ENTRY_ALIGNMENT_BYTES) * ENTRY_ALIGNMENT_BYTES
     byte_items = tuple(item for item in items if not item.is_framed)
-    return ShardLayout(tuple(framed), byte_items, position)
+    return ShardLayout(items, tuple(framed), byte_items, position)
 
 
 def write_frames(layout: ShardLayout, mapping: mmap.mmap) -> None:

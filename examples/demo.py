@@ -1,0 +1,202 @@
+"""The whole promise in about a minute: train, save, stop, resume, and read the result without us.
+
+    python examples/demo.py            # what `make demo` runs
+
+Trains the example GPT twice on two ranks: once in one go, once stopped half way and started again.
+Prints what each save cost beside the floor of this machine, one PASS or FAIL line per claim, and exits
+with 1 if a claim failed.
+"""
+
+import argparse
+import json
+import math
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from floors import Floors, measure_floors
+from leftovers import processes_of, shared_memory_of, until_empty
+from tables import markdown_table
+
+EXAMPLES = Path(__file__).resolve().parent
+STEPS, SAVE_EVERY, STOP_AFTER = 30, 5, 17
+MODEL = ("--layers", "4", "--width", "512", "--batch-size", "1")
+RANKS = 2
+MARK = "CKPT_DEMO_RUN"
+"""Environment variable that every process of a run inherits."""
+RUN_TIMEOUT_S = 300
+EXIT_TIMEOUT_S = 10
+"""How long processes may take to disappear after the launcher returned."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One sentence that this run proved or refuted."""
+
+    text: str
+    holds: bool
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{'PASS' if self.holds else 'FAIL'}  {self.text}: {self.detail}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One life of the training job and what it wrote down."""
+
+    life: str
+    checkpoints: Path
+    losses: dict[int, float]
+    saves: list[dict[str, Any]]
+    digests: dict[str, dict[str, str]]
+
+
+class Trainer:
+    """Starts the example trainer, named so that what it leaves behind can be found."""
+
+    def __init__(self, work: Path) -> None:
+        self._work = work
+        self.name = f"demo-{uuid.uuid4().hex[:8]}"
+
+    def run(self, life: str, directory: str, *flags: str) -> Run:
+        """Train until the end or `--stop-after`, in `directory`; a run resumes what lies there."""
+        checkpoints, log = self._work / directory, self._work / f"{life}.jsonl"
+        digests = self._work / f"{life}.digests.json"
+        script = [str(EXAMPLES / "train_gpt.py"), "--directory", str(checkpoints), *MODEL]
+        script += ["--steps", str(STEPS), "--save-every", str(SAVE_EVERY)]
+        script += ["--loss-log", str(log), "--digests", str(digests), *flags]
+        torchrun = ["--standalone", "--nproc-per-node", str(RANKS), *script]
+        arguments = ["--job-id", f"{self.name}-{directory}", "--", *torchrun]
+        print(f"\n== {life} run: ckpt-torchrun {shlex.join(arguments)}", flush=True)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", MARK: self.name}
+        command = [sys.executable, "-m", "ckpt_sidecar.launcher", *arguments]
+        subprocess.run(command, check=True, env=environment, timeout=RUN_TIMEOUT_S)
+        records = [json.loads(line) for line in log.read_text().splitlines()]
+        losses = {record["step"]: record["loss"] for record in records if "step" in record}
+        saves = [record for record in records if "saved_step" in record]
+        return Run(life, checkpoints, losses, saves, json.loads(digests.read_text()))
+
+
+def check_commits(*runs: Run) -> Claim:
+    """Both the trainer's word and the file that makes a checkpoint count."""
+    saves = [(run.checkpoints / f"step-{save['saved_step']}", save) for run in runs for save in run.saves]
+    committed = [path for path, save in saves if save["committed_at_s"] is not None and (path / ".metadata").exists()]
+    return Claim("every save committed", len(committed) == len(saves) > 0, f"{len(committed)} of {len(saves)} saves")
+
+
+def check_resume(reference: Run, resumed: Run) -> Claim:
+    resumed_at = min(resumed.losses) - 1
+    tail = {step: loss for step, loss in reference.losses.items() if step > resumed_at}
+    holds = resumed_at == STOP_AFTER // SAVE_EVERY * SAVE_EVERY and resumed.losses == tail
+    equal = sum(resumed.losses.get(step) == loss for step, loss in tail.items())
+    detail = f"resumed at step {resumed_at}, {equal} of {len(tail)} losses equal bit for bit"
+    return Claim("the resumed run draws the curve of the uninterrupted one", holds, detail)
+
+
+def check_stock_load(run: Run) -> Claim:
+    """In a fresh interpreter, on one rank, with stock `torch.distributed.checkpoint`."""
+    text = "stock PyTorch reads the checkpoint"
+    command = [sys.executable, str(EXAMPLES / "stock_load.py"), str(run.checkpoints / f"step-{STEPS}")]
+    output = subprocess.run(command, check=False, stdout=subprocess.PIPE, timeout=RUN_TIMEOUT_S)
+    if output.returncode:
+        return Claim(text, False, f"the reader exited with {output.returncode}, its error is above")
+    loaded, written = json.loads(output.stdout), run.digests[str(STEPS)]
+    equal = sum(loaded.get(fqn) == digest for fqn, digest in written.items())
+    detail = f"{equal} of {len(written)} tensors equal bit for bit, 1 rank reads what {RANKS} wrote"
+    return Claim(text, loaded == written != {}, detail)
+
+
+def check_processes(name: str) -> Claim:
+    left = until_empty(lambda: processes_of(f"{MARK}={name}"), EXIT_TIMEOUT_S)
+    return Claim("no process left", not left, ", ".join(left) or "none carries this run's mark")
+
+
+def check_shared_memory(name: str) -> Claim:
+    left = until_empty(lambda: shared_memory_of(name), EXIT_TIMEOUT_S)
+    return Claim("nothing left in /dev/shm", not left, ", ".join(left) or "no file of this run")
+
+
+def rank_nbytes(checkpoint: Path) -> list[int]:
+    """Bytes each rank wrote into one checkpoint."""
+    return [sum(path.stat().st_size for path in checkpoint.glob(f"__{rank}_*.distcp")) for rank in range(RANKS)]
+
+
+def print_costs(runs: list[Run], floors: Floors) -> None:
+    """For orientation: single saves beside floors measured afterwards. The benchmark lets them take turns."""
+
+    def cell(seconds: float | None, floor_s: float) -> str:
+        return "failed" if seconds is None else f"{seconds * 1e3:.0f} ms ({seconds / floor_s:.1f}x)"
+
+    floor = ("floor", *(f"{seconds * 1e3:.0f} ms" for seconds in (floors.copy_s, *[floors.write_s] * 2)))
+    rows = [
+        (
+            f"{run.life}, step {save['saved_step']}",
+            cell(save["stall_s"], floors.copy_s),
+            cell(save["persisted_at_s"], floors.write_s),
+            cell(save["committed_at_s"], floors.write_s),
+        )
+        for run in runs
+        for save in run.saves
+    ]
+    headings = ("save", "stall (x one warm copy)", "persisted (x raw write + fsync)", "committed")
+    print(markdown_table(headings, [floor, *rows]))
+
+
+def demonstrate(work: Path) -> list[Claim]:
+    trainer = Trainer(work)
+    reference = trainer.run("uninterrupted", "uninterrupted")
+    stopped = trainer.run("stopped", "interrupted", "--stop-after", str(STOP_AFTER))
+    resumed = trainer.run("resumed", "interrupted")
+    nbytes = rank_nbytes(resumed.checkpoints / f"step-{STEPS}")
+    print(f"\n== what {sum(nbytes) / 1e6:.0f} MB per save cost, written by {RANKS} ranks while both cores train")
+    print_costs([reference, stopped, resumed], measure_floors(nbytes, work))
+    return [
+        check_commits(reference, stopped, resumed),
+        check_resume(reference, resumed),
+        check_stock_load(resumed),
+        check_processes(trainer.name),
+        check_shared_memory(trainer.name),
+    ]
+
+
+@contextmanager
+def work_directory(parent: Path | None, keep: bool) -> Iterator[Path]:
+    """A new directory, removed at the end unless it is to be kept."""
+    if parent:
+        parent.mkdir(parents=True, exist_ok=True)
+    path = Path(tempfile.mkdtemp(prefix="ckpt-demo-", dir=parent))
+    try:
+        yield path
+    finally:
+        if keep:
+            print(f"kept: {path}")
+        else:
+            shutil.rmtree(path)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--directory", type=Path, help="where to work; default: the system's temp")
+    parser.add_argument("--keep", action="store_true", help="leave checkpoints and logs behind")
+    args = parser.parse_args()
+    start = time.monotonic()
+    with work_directory(args.directory, args.keep) as work:
+        claims = demonstrate(work)
+    print(f"\n== claims, after {math.ceil(time.monotonic() - start)} s")
+    print(*claims, sep="\n")
+    return 0 if all(claim.holds for claim in claims) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
