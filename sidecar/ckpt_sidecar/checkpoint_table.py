@@ -48,7 +48,7 @@ from ckpt_sidecar.events import (
     Tick,
     ToRank,
 )
-from ckpt_sidecar.plan_exchange import entry_counts, mark_opaque, plan_warnings
+from ckpt_sidecar.plan_exchange import entry_counts, mark_opaque, plan_conflicts, plan_warnings
 from ckpt_sidecar.session import Session
 
 DECIDE_TIMEOUT_S: Final = 600.0
@@ -301,6 +301,9 @@ class CheckpointTable:
             return self._plans_differ(attempt, now_s)
         if len(attempt.proposals) < attempt.world_size:
             return []
+        conflicts = plan_conflicts([attempt.proposals[each] for each in range(attempt.world_size)])
+        if conflicts:
+            return self._abort(attempt, conflicts, now_s)
         attempt.planned = True
         plans = tuple(attempt.proposals[each].items for each in range(attempt.world_size))
         return [ToRank(0, MakeGlobalPlan(attempt.save, plans))]

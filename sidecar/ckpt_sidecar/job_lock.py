@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from pathlib import Path
 
 from ckpt_proto.errors import CheckpointError
 from ckpt_proto.runtime_dir import lock_owner, lock_path, make_private_dir
+
+PROBE_PATIENCE_S = 1.0
 
 
 class JobLockTaken(CheckpointError):
@@ -32,6 +35,7 @@ class JobLock:
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
     def _take(self, directory: Path) -> int:
+        deadline = time.monotonic() + PROBE_PATIENCE_S
         while True:
             make_private_dir(directory)
             try:
@@ -42,8 +46,9 @@ class JobLock:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 os.close(fd)
-                if lock_owner(directory) is None:
-                    continue  # it was only looked at, by a probe that holds a shared lock for a moment
+                if lock_owner(directory) is None and time.monotonic() < deadline:
+                    time.sleep(0.001)  # only looked at: a probe holds a shared lock for a moment, which has no wake-up
+                    continue
                 raise JobLockTaken(
                     f"a sidecar (pid {lock_owner(directory) or 'unknown'}) already serves job {directory.name} on this "
                     f"node: it holds {self._path}"

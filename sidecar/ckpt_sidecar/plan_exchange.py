@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
+from ckpt_proto.errors import FailureReport
 from ckpt_proto.messages import ProposePlan
-from ckpt_proto.plan_items import ItemKind, Plan
+from ckpt_proto.plan_items import ItemKind, Plan, PlanItem
 
 MAX_NAMED_KEYS = 20
 
@@ -38,6 +39,31 @@ def plan_warnings(proposals: Sequence[ProposePlan]) -> tuple[str, ...]:
         "Pass state that belongs to one rank as save(..., per_rank=...)"
     )
     return (warning,)
+
+
+def plan_conflicts(proposals: Sequence[ProposePlan]) -> list[FailureReport]:
+    """One report for each key under which ranks have tensors that cannot be parts of one, at most 20.
+
+    DCP would silently keep one rank's tensor. Kind, global shape and dtype must agree.
+    """
+    first: dict[str, tuple[int, PlanItem]] = {}
+    conflicts: dict[str, FailureReport] = {}
+    for rank, proposal in enumerate(proposals):
+        for item in proposal.items:
+            other, known = first.setdefault(item.fqn, (rank, item))
+            if _whole(item) != _whole(known) and item.fqn not in conflicts:
+                text = f"{item.fqn} is {_describe(known)} on rank {other} and {_describe(item)} on rank {rank}"
+                hint = "ranks must agree on a key's tensor; state of one rank goes to save(..., per_rank=...)"
+                conflicts[item.fqn] = FailureReport("StateDiffers", text, hint, rank)
+    return list(conflicts.values())[:MAX_NAMED_KEYS]
+
+
+def _whole(item: PlanItem) -> tuple[object, ...]:
+    return item.kind, item.global_sizes, item.dtype
+
+
+def _describe(item: PlanItem) -> str:
+    return f"{item.kind} {item.dtype}{list(item.global_sizes)}" if item.dtype else item.kind
 
 
 def mark_opaque(plan: Plan, keys: AbstractSet[tuple[str, tuple[int, ...] | None]]) -> Plan:

@@ -161,6 +161,7 @@ class CheckpointClient:
             handle._set_staged()
         except _BAD_INPUT as error:
             self._give_up(handle, error)
+            handle._observed = True  # told right here
             raise
         except Exception as error:  # noqa: BLE001 - a save that fails must not stop training
             self._give_up(handle, error)

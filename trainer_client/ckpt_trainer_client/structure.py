@@ -23,17 +23,21 @@ def structure_of(flat: Mapping[str, Any], paths: Mapping[str, tuple[Any, ...]]) 
 
     ``paths`` says how each key was nested: the same keys nested otherwise are another structure.
     """
-    return {fqn: (paths.get(fqn), *_leaf(value)) for fqn, value in flat.items()}
+    return {fqn: (paths.get(fqn), *_leaf(fqn, value)) for fqn, value in flat.items()}
 
 
-def _leaf(value: Any) -> tuple[Any, ...]:
+def _leaf(fqn: str, value: Any) -> tuple[Any, ...]:
     if isinstance(value, DTensor):
         local = value.to_local()
-        return ("dtensor", value.shape, value.placements, value.device_mesh, *_tensor(local))
+        if not hasattr(local, "__create_write_items__"):
+            return ("dtensor", value.shape, value.placements, value.device_mesh, *_tensor(local))
+    if hasattr(value, "__create_write_items__"):
+        # Tensor subclasses that know their own shards: only the items they make say where those lie.
+        return ("items", type(value), tuple(value.__create_write_items__(fqn, value)))
+    if hasattr(value, "local_shards"):
+        return ("sharded", value.metadata())  # DCP's old ShardedTensor
     if isinstance(value, torch.Tensor):
         return (type(value), *_tensor(value))
-    if hasattr(value, "__create_write_items__") or hasattr(value, "local_shards"):
-        return ("sharded", type(value), object())  # its parts are not known to us: never equal, so always planned anew
     return ("bytes",)
 
 
