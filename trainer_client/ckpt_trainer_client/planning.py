@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.stateful import Stateful
 
-from ckpt_proto.plan_items import ItemKind, Plan
+from ckpt_proto.plan_items import ItemKind, Plan, PlanItem
 from ckpt_trainer_client.errors import PlanningError, UnsupportedLeaf
 from ckpt_trainer_client.structure import Structure, planner_key, structure_of
 from ckpt_trainer_client.wire_plan import from_wire, to_wire
@@ -26,14 +26,16 @@ DIGEST_BYTES = 8
 class SavePlanned:
     """A finished plan, kept between saves: DCP's items and our records of them, one to one.
 
+    ``framed`` are the items with a payload at a fixed place, ``others`` those that are serialised, both in plan order.
     ``owner`` keeps a user's planner alive, so that its identity in ``key`` cannot be reused.
     """
 
     plan_id: str
     key: tuple[Any, ...] | None
     structure: Structure | None
-    write_items: tuple[WriteItem, ...]
     items: Plan
+    framed: tuple[tuple[WriteItem, PlanItem], ...]
+    others: tuple[WriteItem, ...]
     owner: SavePlanner | None
 
 
@@ -106,7 +108,10 @@ class PlanningState:
         if [item.index for item in finished.items] != [from_item.index for from_item in from_wire(items).items]:
             raise PlanningError(f"{type(self.planner).__name__}.finish_plan changed the items: a sidecar cannot follow")
         owner = None if self.is_own else self.planner
-        return SavePlanned(plan_id, self.key, self.structure, tuple(finished.items), items, owner)
+        pairs = list(zip(finished.items, items, strict=True))
+        framed = tuple(pair for pair in pairs if pair[1].is_framed)
+        others = tuple(write_item for write_item, item in pairs if not item.is_framed)
+        return SavePlanned(plan_id, self.key, self.structure, items, framed, others, owner)
 
     def resolve_tensor(self, item: WriteItem) -> torch.Tensor:
         """The tensor of an item, detached, where it lives.

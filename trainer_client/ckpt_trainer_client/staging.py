@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from ckpt_proto.plan_items import PlanItem
 from ckpt_trainer_client.errors import PlanningError
 from ckpt_trainer_client.planning import PlanningState, SavePlanned
 
@@ -19,8 +18,7 @@ def byte_entries(state: PlanningState, plan: SavePlanned) -> list[bytes]:
     Raises:
         UnsupportedLeaf: one cannot; the text names key and type.
     """
-    pairs = zip(plan.write_items, plan.items, strict=True)
-    return [state.resolve_bytes(write_item) for write_item, item in pairs if not item.is_framed]
+    return [state.resolve_bytes(write_item) for write_item in plan.others]
 
 
 def sources(state: PlanningState, plan: SavePlanned) -> list[torch.Tensor]:
@@ -29,18 +27,16 @@ def sources(state: PlanningState, plan: SavePlanned) -> list[torch.Tensor]:
     Raises:
         PlanningError: one is not what the plan says: copying it would store other values under its shape.
     """
-    pairs = zip(plan.write_items, plan.items, strict=True)
-    tensors = [state.resolve_tensor(write_item) for write_item, item in pairs if item.is_framed]
-    _check(tensors, [item for item in plan.items if item.is_framed])
-    return tensors
-
-
-def _check(tensors: Sequence[torch.Tensor], items: Sequence[PlanItem]) -> None:
-    for tensor, item in zip(tensors, items, strict=True):
-        if tuple(tensor.shape) != item.sizes or str(tensor.dtype) != f"torch.{item.dtype}":
+    dtypes = {item.dtype: getattr(torch, item.dtype) for _, item in plan.framed}
+    tensors = []
+    for write_item, item in plan.framed:
+        tensor = state.resolve_tensor(write_item)
+        if tensor.shape != item.sizes or tensor.dtype is not dtypes[item.dtype]:
             raise PlanningError(
                 f"{item.fqn} is {tensor.dtype}{list(tensor.shape)}, planned was torch.{item.dtype}{list(item.sizes)}"
             )
+        tensors.append(tensor)
+    return tensors
 
 
 def copy_all(targets: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
