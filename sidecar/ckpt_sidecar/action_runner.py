@@ -123,7 +123,9 @@ class ActionRunner:
 
             self._regions[key], ready = prepare_region(self._runtime_dir, order, self._regions.get(key))
         except Exception as error:  # noqa: BLE001 - every failure must become an event
-            self._regions.pop(key, None)
+            region = self._regions.pop(key, None)
+            if region is not None:
+                region.mapping.close()
             self._post(RegionFailed(order.rank, order.slot, order.plan_id, _logged(error, f"region {key}")))
             return
         self._post(RegionPrepared(order.rank, ready))
@@ -133,6 +135,7 @@ class ActionRunner:
         self._post(ShardStarted(rank, save))
         try:
             progress = self.progress[rank, save]
+            progress.moved_s = time.monotonic()  # it may have waited long for a writer
             region = self._regions[rank, action.submit.slot]
             from ckpt_sidecar.torch_work import ShardWriter
 

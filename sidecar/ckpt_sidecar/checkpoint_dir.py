@@ -43,12 +43,12 @@ def _committed_steps(path: Path) -> list[int]:
             f"{path} is itself a checkpoint (it holds {METADATA_NAME}): give CheckpointClient the directory above it"
         )
     steps: list[int] = []
-    for entry in os.scandir(path):
+    for entry in path.iterdir():
         step = step_of(entry.name)
         if step is None:
             continue
         if not entry.is_dir():
-            raise StorageError(f"{entry.path} is no directory but has the name of a checkpoint: move it away")
-        if os.path.exists(os.path.join(entry.path, METADATA_NAME)):
+            raise StorageError(f"{entry} is no directory but has the name of a checkpoint: move it away")
+        if (entry / METADATA_NAME).exists():
             steps.append(step)
     return steps

@@ -255,6 +255,9 @@ class CheckpointTable:
         ended = [key for key, attempt in self.attempts.items() if not attempt.is_open]
         for key in ended[: max(0, len(ended) - MAX_ENDED_ATTEMPTS)]:
             del self.attempts[key]
+        # The plan in use was used by the newest attempts; a plan that no kept attempt names is gone for good.
+        used = {attempt.plan_id for attempt in self.attempts.values()}
+        self._entry_counts = {plan_id: counts for plan_id, counts in self._entry_counts.items() if plan_id in used}
 
     def _answer_late(self, attempt: Attempt, rank: int, save: SaveKey) -> list[Action]:
         if attempt.state is CheckpointState.ABORTED:

@@ -49,7 +49,8 @@ from ckpt_sidecar.throttle import Throttle
 
 TICK_S = 1.0
 SILENT_S = 30.0
-"""A rank in another pid namespace cannot be looked up; it counts as dead after so long without a heartbeat."""
+"""Without a heartbeat for so long a rank does not hold up a drain any more, and one in another pid namespace, which
+cannot be looked up, counts as dead."""
 
 EXIT_OK = 0
 EXIT_ABORTED = 1
@@ -125,14 +126,23 @@ class Daemon:
             self._server.send(peer, Status(status))
             return
         if isinstance(message, Heartbeat):
-            for rank, record in self._jobs.ranks.items():
-                if record.peer == peer:
-                    self._heard_s[rank] = now_s
+            self._hear(peer, now_s)
         else:
             logger.debug("from %s: %s", peer.hex(), type(message).__name__)
         if isinstance(message, Hello):
             self._look_for_the_dead(now_s)  # a restarted rank may say Hello before its old process was missed
         self._handle(FromRank(peer, pid, message), now_s)
+        if isinstance(message, Hello):
+            self._hear(peer, now_s)
+
+    def _hear(self, peer: bytes, now_s: float) -> None:
+        for rank, record in self._jobs.ranks.items():
+            if record.peer == peer:
+                self._heard_s[rank] = now_s
+
+    def _connected_ranks(self, now_s: float) -> list[int]:
+        """Living ranks whose client lives too: a trainer may have dropped its client without a Goodbye."""
+        return [rank for rank in self._jobs.living_ranks if now_s - self._heard_s.get(rank, now_s) < SILENT_S]
 
     def _handle(self, event: Event, now_s: float) -> None:
         table = self._checkpoints if isinstance(event, _FOR_COORDINATOR) else self._jobs
@@ -211,7 +221,7 @@ class Daemon:
         if self._terms and not self._jobs.draining:
             self._jobs.draining = True
             logger.info("draining: no new clients; %d ranks still connected", len(self._jobs.living_ranks))
-        if self._posted or self._jobs.is_busy or self._checkpoints.is_busy or self._jobs.living_ranks:
+        if self._posted or self._jobs.is_busy or self._checkpoints.is_busy or self._connected_ranks(time.monotonic()):
             self._idle_since_s = time.monotonic()
             return False
         if self._jobs.draining:

@@ -273,6 +273,8 @@ class JobTable:
     def _prepare(self, record: RankRecord, index: int, byte_capacity: int = FIRST_BYTE_CAPACITY) -> list[Action]:
         """Prepare a slot for the rank's plan unless it is in use, being prepared, or ready for it."""
         slot, plan = record.slots[index], record.plan
+        if index >= record.hello.slots:
+            return []  # left over from an earlier client of the rank that had more
         if plan is None or slot.preparing or slot.state is not RegionState.FREE:
             return []
         if slot.ready and slot.ready.plan_id == plan.plan_id and slot.ready.byte_capacity >= byte_capacity:

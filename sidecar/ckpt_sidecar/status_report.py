@@ -72,7 +72,9 @@ def build_status(
         ranks=tuple(_rank_status(rank, record) for rank, record in sorted(jobs.ranks.items())),
         shards=tuple(_shard_status(rank, job, runner, now_s) for (rank, _), job in jobs.jobs.items()),
         checkpoints=tuple(_checkpoint_status(attempt, session, now_s) for attempt in attempts),
-        failures=tuple(_failure_status(attempt, now_s) for attempt in attempts if attempt.failures)[-SHOWN_FAILURES:],
+        failures=tuple(
+            _failure_status(attempt, now_s) for attempt in attempts if attempt.failures and not attempt.skipped
+        )[-SHOWN_FAILURES:],
         torch_ready=runner.torch_ready,
         torch_version=identity.torch_version,
     )

@@ -126,6 +126,11 @@ class PlanningState:
             )
         if tensor.is_meta:
             raise UnsupportedLeaf(f"{item.index.fqn} is a tensor on the meta device: it has no data to save")
+        if tensor.layout is not torch.strided:
+            raise UnsupportedLeaf(
+                f"{item.index.fqn} is a {tensor.layout} tensor, which DCP cannot restore: save tensor.to_dense(), or "
+                "its indices and values"
+            )
         return tensor.detach()
 
     def resolve_bytes(self, item: WriteItem) -> bytes:
@@ -165,7 +170,7 @@ def _without_stateful(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_opaque(tensor: torch.Tensor) -> bool:
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    return not plain or tensor.layout is not torch.strided or tensor.is_quantized
+    return not plain or tensor.is_quantized
 
 
 def _check_derivable(plans: Sequence[SavePlan], metadata: Metadata) -> None:

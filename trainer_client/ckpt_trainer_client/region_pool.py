@@ -16,6 +16,9 @@ from ckpt_proto.lifecycles import REGION, RegionEvent, RegionState, walk
 from ckpt_proto.messages import RegionReady, RegionRefused
 from ckpt_trainer_client.errors import RegionsExhausted, SaveSkipped
 
+PREPARE_TIMEOUT_S = 600.0
+"""How long the sidecar may take to import torch and to reserve and touch a region: 1 TiB at 2 GiB/s."""
+
 
 @dataclass
 class _Slot:
@@ -60,6 +63,8 @@ class RegionPool:
     def on_ready(self, ready: RegionReady) -> None:
         """The sidecar has prepared a region; it is free from now on."""
         with self._changed:
+            if ready.slot >= len(self._slots):
+                return  # meant for an earlier client of this rank, which had more slots
             slot = self._slots[ready.slot]
             if slot.state is RegionState.SEALED:
                 slot.state = walk(REGION, slot.state, RegionEvent.RELEASE)
@@ -69,6 +74,8 @@ class RegionPool:
     def on_refused(self, refusal: RegionRefused) -> None:
         """The sidecar could not prepare a region."""
         with self._changed:
+            if refusal.slot >= len(self._slots):
+                return
             slot = self._slots[refusal.slot]
             slot.ready, slot.refusal, slot.refused_step = None, refusal, slot.step
             self._changed.notify_all()
@@ -76,6 +83,8 @@ class RegionPool:
     def on_freed(self, index: int, generation: int) -> None:
         """The sidecar has let go of a slot; a message about an earlier generation is ignored."""
         with self._changed:
+            if index >= len(self._slots):
+                return
             slot = self._slots[index]
             if slot.state is RegionState.SEALED and slot.ready and slot.ready.generation == generation:
                 slot.state = walk(REGION, slot.state, RegionEvent.RELEASE)
@@ -116,7 +125,7 @@ class RegionPool:
             NotEnoughSharedMemory, RegionError: the sidecar could not make a region.
             CheckpointFailed: the attempt was given up meanwhile.
         """
-        deadline = self._clock() + request.timeout_s
+        started_s = self._clock()
         asked: set[int] = set()
         with self._changed:
             while True:
@@ -126,12 +135,18 @@ class RegionPool:
                     return ready
                 self._ask_again(request, asked)
                 self._raise_if_hopeless(request)
-                if not self._changed.wait(deadline - self._clock()):
-                    raise RegionsExhausted(
-                        f"no region became free for step {request.step} within {request.timeout_s:.0f} s: "
-                        f"{self._describe()}; the storage is slower than the saves, or the sidecar is stuck "
-                        "(see ckpt-sidecar status)"
-                    )
+                bound_s = request.timeout_s if self._all_busy() else PREPARE_TIMEOUT_S
+                if not self._changed.wait(max(0.0, started_s + bound_s - self._clock())):
+                    self._raise_late(request, bound_s)
+
+    def _raise_late(self, request: RegionRequest, bound_s: float) -> None:
+        state = f"for step {request.step} within {bound_s:g} s: {self._describe()}"
+        if self._all_busy():
+            raise RegionsExhausted(
+                f"no region became free {state}; the storage is slower than the saves, or the sidecar is stuck (see "
+                "ckpt-sidecar status)"
+            )
+        raise RegionError(f"the sidecar has prepared no region {state}; see ckpt-sidecar status and the sidecar's log")
 
     def grow(self, ready: RegionReady, request: RegionRequest, byte_capacity: int) -> RegionReady:
         """Have the slot that this rank is filling prepared anew with more room, and wait for that.
@@ -140,7 +155,7 @@ class RegionPool:
             NotEnoughSharedMemory, RegionError: it could not be done, or not in time.
             CheckpointFailed: the attempt was given up meanwhile.
         """
-        deadline = self._clock() + request.timeout_s
+        deadline = self._clock() + PREPARE_TIMEOUT_S
         request.prepare(ready.slot, byte_capacity)
         with self._changed:
             while True:
@@ -154,7 +169,7 @@ class RegionPool:
                     raise RegionError(self._broken)
                 if not self._changed.wait(deadline - self._clock()):
                     text = f"the region for step {request.step} was not grown to hold {byte_capacity} byte-entry bytes"
-                    raise RegionError(f"{text} within {request.timeout_s:.0f} s")
+                    raise RegionError(f"{text} within {PREPARE_TIMEOUT_S:g} s")
 
     def _take_free(self, request: RegionRequest) -> RegionReady | None:
         for slot in self._slots:

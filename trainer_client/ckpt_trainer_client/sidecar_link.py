@@ -135,7 +135,11 @@ class SidecarLink:
             except RemoteProtocolError as error:
                 logger.error("dropped a message of the sidecar: %s", error)
                 continue
-            self._on_message(message)
+            try:
+                self._on_message(message)
+            except Exception:
+                # One message that we cannot take must not cost all saves to come.
+                logger.exception("a %s of the sidecar could not be taken in", type(message).__name__)
 
     def _send_all(self) -> None:
         while self._outgoing:
