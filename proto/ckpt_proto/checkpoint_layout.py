@@ -12,6 +12,8 @@ from __future__ import annotations
 import re
 from pathlib import PurePosixPath
 
+from ckpt_proto.identity import MAX_STEP
+
 METADATA_NAME = ".metadata"
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 _FILE = re.compile(r"__(0|[1-9][0-9]{0,6})_([0-9a-f]{8}-[0-9]{1,10})\.(distcp|manifest)")
@@ -25,7 +27,8 @@ def step_name(step: int) -> str:
 def step_of(name: str) -> int | None:
     """The step of a directory name, or None if it is not one of ours."""
     match = _STEP.fullmatch(name)
-    return int(match[1]) if match else None
+    step = int(match[1]) if match else None
+    return step if step is not None and step <= MAX_STEP else None
 
 
 def checkpoint_id(directory: str, step: int) -> str:

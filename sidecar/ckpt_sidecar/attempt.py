@@ -1,15 +1,22 @@
-"""One attempt to save one step, as the coordinator sees it. Pure data with its story."""
+"""One attempt to save one step, as the coordinator sees it. Pure data with its story and its bounds."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from ckpt_proto.errors import FailureReport
 from ckpt_proto.identity import SaveKey
 from ckpt_proto.lifecycles import CHECKPOINT, CheckpointEvent, CheckpointState, walk
-from ckpt_proto.messages import ProposePlan
+from ckpt_proto.messages import Aborted, ProposePlan
 
 MAX_STORY = 40
+
+DECIDE_TIMEOUT_S: Final = 600.0
+"""How long rank 0's pre-commit hooks may take before the attempt is given up."""
+
+PERSIST_TIMEOUT_S: Final = 7200.0
+"""How long staged shards may take to become durable; the same bound as the longest among peers."""
 
 
 @dataclass
@@ -17,6 +24,7 @@ class Attempt:
     """An attempt. ``asked_s`` is when rank 0 was asked to commit; ``publishing`` while a worker publishes.
 
     ``keys`` holds the key under which each rank called ``save()``: they differ only if the ranks disagree on the step.
+    ``replan``: an aborted attempt whose ranks must forget their plan.
     """
 
     save: SaveKey
@@ -34,6 +42,7 @@ class Attempt:
     persisted: set[int] = field(default_factory=set)
     failures: tuple[FailureReport, ...] = ()
     skipped: bool = False
+    replan: bool = False
     asked_s: float | None = None
     publishing: bool = False
     ended_s: float | None = None
@@ -55,11 +64,6 @@ class Attempt:
         return self.state in (CheckpointState.OPEN, CheckpointState.COMPLETE)
 
     @property
-    def silent_ranks(self) -> list[int]:
-        """Ranks that have not called ``save()`` for this attempt."""
-        return [rank for rank in range(self.world_size) if rank not in self.keys]
-
-    @property
     def unstaged_ranks(self) -> list[int]:
         """Ranks whose region is not sealed."""
         return [rank for rank in range(self.world_size) if rank not in self.staged]
@@ -68,3 +72,20 @@ class Attempt:
     def unpersisted_ranks(self) -> list[int]:
         """Ranks whose data file is not durable."""
         return [rank for rank in range(self.world_size) if rank not in self.persisted]
+
+    def aborted_for(self, rank: int) -> Aborted:
+        """What a rank is told about this aborted attempt, under the key that it used itself."""
+        return Aborted(self.keys.get(rank, self.save), self.failures, self.skipped, self.replan)
+
+    def overdue(self, now_s: float) -> list[tuple[int, str]]:
+        """Ranks that are late and what each has not done; empty while nobody is."""
+        age_s, step = now_s - self.opened_s, self.save.step
+        if not self.is_open or self.publishing:
+            return []
+        if self.unstaged_ranks and age_s > self.stage_timeout_s:
+            return [(rank, f"has not staged step {step} after {age_s:.0f} s") for rank in self.unstaged_ranks]
+        if self.state is CheckpointState.OPEN and age_s > PERSIST_TIMEOUT_S:
+            return [(rank, f"has not persisted step {step} after {age_s:.0f} s") for rank in self.unpersisted_ranks]
+        if self.asked_s is not None and now_s - self.asked_s > DECIDE_TIMEOUT_S:
+            return [(0, f"has not decided on the commit of step {step} after {now_s - self.asked_s:.0f} s")]
+        return []

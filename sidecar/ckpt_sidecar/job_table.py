@@ -14,27 +14,32 @@ from ckpt_proto.identity import SaveKey
 from ckpt_proto.lifecycles import REGION, SHARD, RegionEvent, RegionState, ShardEvent, ShardState, is_terminal, walk
 from ckpt_proto.messages import (
     Aborted,
+    AskRestoreStep,
     Committed,
+    DecideCommit,
     Farewell,
     FinalPlan,
+    GlobalPlan,
     Goodbye,
     GrowRegion,
     Heartbeat,
     Hello,
     Message,
     Pong,
+    ProposePlan,
     RankLeft,
     Refused,
     RegionReady,
     RegionRefused,
     ReportFailure,
+    ReportSkip,
     ShardPersisted,
     ShardStaged,
     SlotFreed,
     SubmitShard,
     Welcome,
 )
-from ckpt_sidecar.compatibility import torch_mismatch
+from ckpt_sidecar.admission import check_submission, refusal
 from ckpt_sidecar.events import (
     UNKNOWN_PID,
     Action,
@@ -57,6 +62,9 @@ from ckpt_sidecar.events import (
 
 FIRST_BYTE_CAPACITY: Final = 64 << 10
 """Room in bytes kept for byte entries of a new region; GrowRegion asks for more."""
+
+FOR_COORDINATOR: Final = (ProposePlan, GlobalPlan, ReportSkip, ReportFailure, DecideCommit, AskRestoreStep)
+"""What a client may say to the coordinator; everything else is said by sidecars."""
 
 MAX_ENDED_JOBS: Final = 64
 """Ended shard jobs kept for ``status``, late messages and diagnosis."""
@@ -121,6 +129,7 @@ class JobTable:
         self.ranks: dict[int, RankRecord] = {}
         self.jobs: dict[tuple[int, SaveKey], ShardJob] = {}
         self.written_bytes = 0
+        self._forgotten: dict[tuple[int, str], int] = {}
 
     # ------------------------------------------------------------ questions
 
@@ -170,7 +179,8 @@ class JobTable:
         if isinstance(message, Heartbeat):
             return [Send(event.peer, Pong(self._sidecar_id, known=record is not None))]
         if record is None:
-            return [Send(event.peer, Pong(self._sidecar_id, known=False))]
+            answer = Farewell() if isinstance(message, Goodbye) else Pong(self._sidecar_id, known=False)
+            return [Send(event.peer, answer)]
         rank = record.hello.rank
         if isinstance(message, Goodbye):
             return [*self._rank_gone(rank, record.hello.pid, ""), Send(event.peer, Farewell())]
@@ -178,7 +188,9 @@ class JobTable:
             return self._submit(record, message, now_s)
         if isinstance(message, GrowRegion):
             return self._grow(record, message)
-        return [ToCoordinator(rank, message)]
+        if isinstance(message, (ReportFailure, ReportSkip)) and (rank, message.save) in self.jobs:
+            return []  # what is sealed is no longer the client's to give up
+        return [ToCoordinator(rank, message)] if isinstance(message, FOR_COORDINATOR) else []
 
     def _record_of(self, peer: bytes) -> RankRecord | None:
         for record in self.ranks.values():
@@ -189,10 +201,10 @@ class JobTable:
     # ------------------------------------------------------------ coming and going
 
     def _hello(self, event: FromRank, hello: Hello) -> list[Action]:
-        failure = self._refusal(event, hello)
+        old = self.ranks.get(hello.rank)
+        failure = refusal(hello, event.pid, old, self._job_id, self._torch_version, draining=self.draining)
         if failure is not None:
             return [Send(event.peer, Refused(failure.at(hello.rank, self._node)))]
-        old = self.ranks.get(hello.rank)
         record = RankRecord(hello, event.peer, other_namespace=event.pid == UNKNOWN_PID)
         record.slots = old.slots if old else []
         for slot in record.slots:
@@ -201,36 +213,6 @@ class JobTable:
             record.slots.append(Slot())
         self.ranks[hello.rank] = record
         return [ToCoordinator(hello.rank, hello)]
-
-    def _refusal(self, event: FromRank, hello: Hello) -> FailureReport | None:
-        if hello.job_id != self._job_id:
-            return FailureReport("WrongJob", f"this sidecar serves job {self._job_id}, the client is of {hello.job_id}")
-        if event.pid not in (UNKNOWN_PID, hello.pid):
-            return FailureReport("WrongProcess", f"the client says it is pid {hello.pid}, the kernel says {event.pid}")
-        mismatch = torch_mismatch(self._torch_version, hello.torch_version)
-        if mismatch:
-            return FailureReport("TorchMismatch", mismatch)
-        old = self.ranks.get(hello.rank)
-        same = old is not None and (old.hello.pid, old.hello.process_start_s) == (hello.pid, hello.process_start_s)
-        if old is not None and old.alive and not same:
-            return FailureReport(
-                "RankTaken",
-                f"rank {hello.rank} of job {self._job_id} is already served for living pid {old.hello.pid}; "
-                f"pid {hello.pid} asked too",
-                hint="one CheckpointClient per rank and job: close the first, or give the second job its own "
-                "CKPT_SIDECAR_JOB_ID",
-            )
-        if old is not None and old.alive and not hello.session:
-            return FailureReport(
-                "RankTaken",
-                f"pid {hello.pid} (rank {hello.rank}) has an open CheckpointClient already",
-                hint="close the first client before making a second one",
-            )
-        if self.draining and not hello.session:
-            return FailureReport(
-                "SidecarDraining", f"the sidecar of job {self._job_id} is draining and takes no new clients"
-            )
-        return None
 
     def _rank_gone(self, rank: int, pid: int, reason: str) -> list[Action]:
         record = self.ranks.get(rank)
@@ -313,17 +295,16 @@ class JobTable:
 
     def _submit(self, record: RankRecord, submit: SubmitShard, now_s: float) -> list[Action]:
         rank = record.hello.rank
-        if (rank, submit.save) in self.jobs:
-            return []
+        if (rank, submit.save) in self.jobs or submit.save.seq <= self._forgotten.get((rank, submit.save.session), -1):
+            return []  # said before: writing it again would be over the file of a save that may be committed
         try:
-            plan = self._check_submit(record, submit)
+            plan = check_submission(record, submit)
         except LocalProtocolError as error:
             failure = report_of(error, hint="this is a bug in the client or a message of an earlier life").at(
                 rank, self._node
             )
-            # The client counts the slot as ours since it sealed it: give it back, whatever was wrong.
-            freed = SlotFreed(submit.slot, submit.generation)
-            return [Send(record.peer, freed), ToCoordinator(rank, ReportFailure(submit.save, failure))]
+            told = ToCoordinator(rank, ReportFailure(submit.save, failure))
+            return [*self._give_back(record, submit), told]
         slot = record.slots[submit.slot]
         slot.walk(RegionEvent.FILL)
         slot.walk(RegionEvent.SEAL)
@@ -335,34 +316,17 @@ class JobTable:
             ToCoordinator(rank, ShardStaged(submit.save, rank, submit.plan_id, submit.overwrite)),
         ]
 
-    def _check_submit(self, record: RankRecord, submit: SubmitShard) -> FinalPlan:
-        plan, slot = record.plan, record.slots[submit.slot] if submit.slot < len(record.slots) else None
-        if submit.rank != record.hello.rank or submit.save.session != record.session:
-            raise LocalProtocolError(
-                f"rank {submit.rank} of session {submit.save.session} submitted on the connection of rank "
-                f"{record.hello.rank} of session {record.session}"
-            )
-        if plan is None or slot is None or slot.ready is None or submit.plan_id != plan.plan_id:
-            raise LocalProtocolError(
-                f"slot {submit.slot} was submitted for plan {submit.plan_id}, which is not current"
-            )
-        if slot.state is not RegionState.FREE or submit.generation != slot.generation:
-            raise LocalProtocolError(
-                f"slot {submit.slot} (generation {slot.generation}, {slot.state.value}) was submitted as generation "
-                f"{submit.generation}"
-            )
-        expected = sum(not item.is_framed for item in plan.items)
-        if len(submit.byte_lengths) != expected or sum(submit.byte_lengths) > slot.ready.byte_capacity:
-            raise LocalProtocolError(
-                f"{len(submit.byte_lengths)} byte entries of {sum(submit.byte_lengths)} bytes; the plan has {expected} "
-                f"and the region room for {slot.ready.byte_capacity} bytes"
-            )
-        return plan
+    def _give_back(self, record: RankRecord, submit: SubmitShard) -> list[Action]:
+        """The client counts a slot as ours since it sealed it: give it back, unless a job has it."""
+        in_use = submit.slot < len(record.slots) and record.slots[submit.slot].state is not RegionState.FREE
+        return [] if in_use else [Send(record.peer, SlotFreed(submit.slot, submit.generation))]
 
     def _forget_old_jobs(self) -> None:
         ended = [key for key, job in self.jobs.items() if is_terminal(SHARD, job.state)]
-        for key in ended[: max(0, len(ended) - MAX_ENDED_JOBS)]:
-            del self.jobs[key]
+        for rank, save in ended[: max(0, len(ended) - MAX_ENDED_JOBS)]:
+            del self.jobs[rank, save]
+            session = (rank, save.session)
+            self._forgotten[session] = max(save.seq, self._forgotten.get(session, -1))
 
     def _shard_started(self, rank: int, save: SaveKey) -> list[Action]:
         job = self.jobs[rank, save]
@@ -408,6 +372,6 @@ class JobTable:
         slot = record.slots[index]
         slot.walk(RegionEvent.RELEASE)
         again = self._prepare(record, index)
-        if again or not record.alive:
+        if again or not record.alive or index >= record.hello.slots:
             return again
         return [Send(record.peer, SlotFreed(index, slot.generation))]

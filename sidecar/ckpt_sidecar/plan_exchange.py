@@ -68,4 +68,4 @@ def _describe(item: PlanItem) -> str:
 
 def mark_opaque(plan: Plan, keys: AbstractSet[tuple[str, tuple[int, ...] | None]]) -> Plan:
     """``plan`` with the items of ``keys`` marked opaque: DCP's own items cannot carry the mark through the planner."""
-    return tuple(replace(item, opaque=True) if item.key in keys else item for item in plan)
+    return tuple(replace(item, opaque=True) if item.key in keys else item for item in plan) if keys else plan

@@ -1,4 +1,4 @@
-"""Who is in the world now: one session is a set of ranks that are alive together. Pure."""
+"""One life of the ranks: a session is a set of ranks that are alive together. Pure."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Session:
     """One life of the ranks.
 
     ``members`` are the ranks whose client is connected. As soon as one has left, ``closed`` is set and no rank joins
-    any
-    more: the next Hello begins a new session. So ranks of two lives never share a save attempt.
-    ``restore_answers`` keeps the step given to the n-th ask, the same for every rank.
+    any more: the next Hello begins a new session. So ranks of two lives never share a save attempt.
+    ``departed`` has the reason of each that left. ``restore_answers`` keeps the step given to the n-th ask, the same
+    for every rank.
     """
 
     token: str
@@ -25,6 +25,7 @@ class Session:
     stage_timeout_s: float
     members: dict[int, Hello] = field(default_factory=dict)
     nodes: dict[int, str] = field(default_factory=dict)
+    departed: dict[int, str] = field(default_factory=dict)
     closed: bool = False
     restore_answers: dict[int, int | None] = field(default_factory=dict)
 
@@ -35,7 +36,7 @@ class Session:
 
     def refusal(self, hello: Hello) -> FailureReport | None:
         """Why ``hello`` can neither join this session nor end it, or None."""
-        if hello.incarnation < self.incarnation:
+        if hello.incarnation < self.incarnation and self.members:
             return FailureReport(
                 "StaleIncarnation",
                 f"rank {hello.rank} is of restart {hello.incarnation}, the job is at restart {self.incarnation} by now",
@@ -62,7 +63,7 @@ class Session:
         return None
 
     def ended_by(self, hello: Hello) -> bool:
-        """Whether ``hello`` is of a later life, so that this session is over."""
+        """Whether this session is over once ``hello`` has come: a rank has left it, or ``hello`` is of a later life."""
         return self.closed or hello.incarnation > self.incarnation
 
     def join(self, hello: Hello) -> None:
@@ -70,10 +71,13 @@ class Session:
         self.members[hello.rank] = hello
         self.nodes[hello.rank] = hello.node
 
-    def leave(self, rank: int) -> bool:
-        """Let a rank go; returns whether it was a member."""
+    def leave(self, rank: int, reason: str = "") -> bool:
+        """Let a member go, which closes the session; returns whether it was one."""
+        if self.members.pop(rank, None) is None:
+            return False
         self.closed = True
-        return self.members.pop(rank, None) is not None
+        self.departed[rank] = reason
+        return True
 
     def name(self, rank: int) -> str:
         """``rank 5 on node-b`` as far as known."""

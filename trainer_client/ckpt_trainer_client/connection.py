@@ -58,6 +58,9 @@ from ckpt_trainer_client.sidecar_start import sidecar_runs, start_sidecar
 logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 30.0
+RESTORE_TIMEOUT_S = 3600.0
+"""How long the step to restore may wait for a save that an earlier life of the job staged and that is being written."""
+
 SILENT_S = 3.0
 """No answer to heartbeats for so long, and nobody holding the job's lock: the sidecar is dead."""
 
@@ -224,7 +227,9 @@ class Connection:
         self._link.send(AskRestoreStep(ask))
         with self._changed:
             if not self._changed.wait_for(lambda: ask in self._restore_steps, ANSWER_TIMEOUT_S):
-                raise SidecarUnreachable(f"the coordinator has not answered within {ANSWER_TIMEOUT_S:.0f} s")
+                logger.info("waiting for a save that an earlier life of the job has staged")
+                if not self._changed.wait_for(lambda: ask in self._restore_steps, RESTORE_TIMEOUT_S):
+                    raise SidecarUnreachable(f"the coordinator has not answered within {RESTORE_TIMEOUT_S:.0f} s")
             return self._restore_steps[ask]
 
     def who_is_late(self, save: SaveKey) -> str:
@@ -271,8 +276,7 @@ class Connection:
                 case Welcome():
                     self._on_welcome(message)
                 case Refused():
-                    self._refused = message
-                    logger.log(logging.ERROR if self.session else logging.DEBUG, "refused: %s", message.failure)
+                    self._on_refused(message)
                 case RestoreStep(ask=ask, step=step):
                     self._restore_steps[ask] = step
                 case Status(status=status):
@@ -281,11 +285,19 @@ class Connection:
                     self._farewell = True
             self._changed.notify_all()
 
+    def _on_refused(self, refused: Refused) -> None:
+        self._refused = refused
+        if self.session:  # refused when it came back to a restarted sidecar: nothing can be saved by this client
+            logger.error("the sidecar refuses to go on with this client: %s", refused.failure)
+            self.pool.interrupt(f"the sidecar refuses to go on with this client: {refused.failure}")
+            self._fail_all("Refused", str(refused.failure), "restart the job")
+
     def _on_welcome(self, welcome: Welcome) -> None:
         again = self._welcome is not None
         self._welcome = welcome
         self.session = welcome.session
         self.committed_steps = set(welcome.committed_steps)
+        self.pool.interrupt("")
         if again:
             self._forget_old_sidecar()
 
