@@ -140,10 +140,26 @@ class Seal:
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._fd = _open_checked(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC)
 
+    def reserve(self, record_bytes: int) -> None:
+        """Make sure that a record of this length fits, whatever happens to the rest of shared memory.
+
+        Raises:
+            NotEnoughSharedMemory: it does not.
+        """
+        nbytes = _SEAL.size + record_bytes
+        if os.fstat(self._fd).st_size < nbytes:
+            _fallocate(self._fd, self._path, 0, nbytes)
+
     def set(self, record: bytes) -> None:
-        """Declare the region whole. The record is stored before the header that makes it count."""
+        """Declare the region whole. The record is stored before the header that makes it count.
+
+        Raises:
+            NotEnoughSharedMemory: there is no room for the record; the region counts as torn.
+        """
+        self.reserve(len(record))
         os.pwrite(self._fd, record, _SEAL.size)
         os.pwrite(self._fd, _SEAL.pack(_SEAL_MAGIC, len(record), zlib.crc32(record)), 0)
 

@@ -354,11 +354,22 @@ class CheckpointTable:
         return self._abort(attempt, [self._at(0, FailureReport("CommitVetoed", text))], now_s)
 
     def _publish(self, attempt: Attempt, now_s: float, why: str) -> list[Action]:
+        if self._is_superseded(attempt):
+            text = f"the restarted job has begun to save step {attempt.save.step} itself"
+            return self._abort(attempt, [FailureReport("Superseded", text)], now_s)
         attempt.publishing = True
         attempt.tell(now_s, f"publishing: {why}")
         counts = self._entry_counts.get(attempt.plan_id, ())
         save, directory, world_size = attempt.save, attempt.directory, attempt.world_size
         return [Publish(save, directory, world_size, attempt.plan_id, counts, attempt.overwrite)]
+
+    def _is_superseded(self, attempt: Attempt) -> bool:
+        """Whether a later life of the job saves the same step: an earlier life's attempt must not replace that one."""
+        now = self.session.token if self.session else attempt.save.session
+        return attempt.save.session != now and any(
+            other.save.session == now and other.save.step == attempt.save.step and other.directory == attempt.directory
+            for other in self.attempts.values()
+        )
 
     def _published(self, save: SaveKey, now_s: float) -> list[Action]:
         attempt = self.attempts[save.session, save.seq]

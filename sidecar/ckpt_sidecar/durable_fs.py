@@ -44,14 +44,17 @@ def write_file(path: Path, content: bytes) -> None:
     """Write a new file that is durable under its name when this returns; a crash leaves no partial file there.
 
     An existing file is replaced. The temporary file lies beside it with a ``.tmp`` suffix and is removed on error.
+
+    Raises:
+        StorageError: it could not be written or made durable; the text names it.
     """
     temporary = _write_temporary(path, content)
     try:
         os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_dir(path.parent)
+        sync_dir(path.parent)
+    except OSError as error:
+        _try_to_unlink(temporary)
+        raise StorageError(f"{path} cannot be made durable: {error}") from error
 
 
 class NotDurable(StorageError):
@@ -64,7 +67,7 @@ def publish(path: Path, content: bytes, *, overwrite: bool) -> None:
     Raises:
         AlreadyCommitted: somebody else has published ``path``; their file is untouched.
         NotDurable: with ``overwrite``: the old content has been replaced, the directory could not be made durable.
-        OSError: nothing is visible that was not before.
+        StorageError: it could not be written or made durable; nothing is visible that was not before.
     """
     temporary = _write_temporary(path, content)
     try:
@@ -75,6 +78,8 @@ def publish(path: Path, content: bytes, *, overwrite: bool) -> None:
     except FileExistsError as error:
         text = f"{path} exists already: pass overwrite=True to save() to replace the checkpoint"
         raise AlreadyCommitted(text) from error
+    except OSError as error:
+        raise StorageError(f"{path} cannot be given its name: {error}") from error
     finally:
         _try_to_unlink(temporary)
     try:
@@ -83,7 +88,7 @@ def publish(path: Path, content: bytes, *, overwrite: bool) -> None:
         if overwrite:
             raise NotDurable(f"{path} was replaced, but its directory cannot be made durable: {error}") from error
         _try_to_unlink(path)
-        raise
+        raise StorageError(f"{path} cannot be made durable: {error}") from error
 
 
 def _link(temporary: Path, path: Path) -> None:
@@ -110,17 +115,18 @@ def _try_to_unlink(path: Path) -> None:
 
 def _write_temporary(path: Path, content: bytes) -> Path:
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
-        view = memoryview(content)
-        while view:
-            view = view[os.write(fd, view) :]
-        os.fsync(fd)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(fd)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            view = memoryview(content)
+            while view:
+                view = view[os.write(fd, view) :]
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        _try_to_unlink(temporary)
+        raise StorageError(f"writing {len(content)} bytes to {path} failed: {error}") from error
     return temporary
 
 

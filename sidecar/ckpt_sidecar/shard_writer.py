@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ckpt_proto.checkpoint_layout import checkpoint_id, data_file_name, manifest_name
 from ckpt_proto.codec import encode
-from ckpt_proto.errors import CheckpointError, StorageError
+from ckpt_proto.errors import CheckpointError, RegionError, StorageError
 from ckpt_proto.region import round_to_pages
 from ckpt_proto.shard_manifest import ShardManifest
 from ckpt_sidecar.crc_sweep import CrcSweep
@@ -53,6 +53,8 @@ class ShardWriter:
         directory = Path(checkpoint_id(action.directory, submit.save.step))
         name = data_file_name(submit.rank, submit.save.save_id)
         nbytes = layout.file_bytes(submit.byte_lengths)
+        if nbytes > len(mapping):
+            raise RegionError(f"{name} would have {nbytes} bytes, its region has {len(mapping)}")
         progress.total_bytes = nbytes
         sweep = CrcSweep(layout, submit.byte_lengths, mapping)
         try:
@@ -118,7 +120,10 @@ class ShardWriter:
 def _create(path: Path, nbytes: int) -> DataFile:
     """The data file, in a directory that another attempt's clean-up may be removing because it was empty."""
     while True:
-        make_dirs(path.parent)
+        try:
+            make_dirs(path.parent)
+        except OSError as error:
+            raise StorageError(f"cannot make {path.parent}: {error}") from error
         try:
             return DataFile(path, nbytes)
         except StorageError as error:

@@ -18,6 +18,11 @@ from ckpt_sidecar.shard_writer import ShardWriter
 __all__ = ["Region", "ShardWriter", "prepare_region", "publish_checkpoint"]
 
 
+SEAL_RECORD_BYTES = 512
+SEAL_BYTES_PER_ENTRY = 9
+"""Upper bounds of an encoded SubmitShard: its fixed part, and one length as msgpack stores it."""
+
+
 class Region:
     """A prepared region: its mapping and the layout it is framed for. Kept between saves."""
 
@@ -42,6 +47,7 @@ def prepare_region(runtime_dir: Path, order: PrepareRegion, old: Region | None) 
     seal = Seal(seal_path(path))
     try:
         seal.clear()
+        seal.reserve(SEAL_RECORD_BYTES + SEAL_BYTES_PER_ENTRY * len(layout.byte_items))
     finally:
         seal.close()
     reserve(path, nbytes)

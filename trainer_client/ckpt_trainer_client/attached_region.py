@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -24,19 +25,24 @@ class AttachedRegion:
     """
 
     def __init__(self, ready: RegionReady, items: Plan, old: AttachedRegion | None = None) -> None:
-        self.targets: list[torch.Tensor] = []
         self.ready = ready
+        self._closed = False
         self._mapping: mmap.mmap
         self._seal: Seal
         if old is not None and old.ready.path == ready.path and len(old._mapping) >= ready.region_bytes:
             self._mapping, self._seal = old._mapping, old._seal
+            self.targets = _targets(self._mapping, ready, items)
             old.targets = []
-        else:
+            return
+        with ExitStack() as undo:
             self._mapping = attach(Path(ready.path), ready.region_bytes)
+            undo.callback(self._mapping.close)
             self._seal = Seal(seal_path(Path(ready.path)))
-            if old is not None:
-                old.close()
-        self.targets = _targets(self._mapping, ready, items)
+            undo.callback(self._seal.close)
+            self.targets = _targets(self._mapping, ready, items)
+            undo.pop_all()
+        if old is not None:
+            old.close()
 
     def begin(self) -> None:
         """Break the seal: from here on the region is torn until :meth:`seal`."""
@@ -54,7 +60,10 @@ class AttachedRegion:
         self._seal.set(record)
 
     def close(self) -> None:
-        """Unmap. The targets must not be used by anyone any more."""
+        """Unmap. Idempotent. The targets must not be used by anyone any more."""
+        if self._closed:
+            return
+        self._closed = True
         self.targets = []
         self._seal.close()
         self._mapping.close()

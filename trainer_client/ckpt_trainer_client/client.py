@@ -215,14 +215,16 @@ class CheckpointClient:
             region.begin()
             copy_all(region.targets, tensors)
             region.write_bytes(entries)
+            lengths = tuple(map(len, entries))
+            submit = SubmitShard(
+                save, self._config.rank, plan.plan_id, ready.slot, ready.generation, lengths, overwrite
+            )
+            frame = encode(submit)
+            region.seal(frame)
+            pool.seal(ready.slot)
         except BaseException:
             pool.discard(ready.slot)
             raise
-        lengths = tuple(map(len, entries))
-        submit = SubmitShard(save, self._config.rank, plan.plan_id, ready.slot, ready.generation, lengths, overwrite)
-        frame = encode(submit)
-        region.seal(frame)
-        pool.seal(ready.slot)
         self._connection.send_frame(frame)
 
     def _request(self, save: SaveKey, plan: SavePlanned) -> RegionRequest:
@@ -265,7 +267,8 @@ class CheckpointClient:
         """This rank's part has failed: tell the others, resolve the handle."""
         save = handle._save
         if isinstance(error, SaveSkipped):
-            failures, skipped = list(error.failures.values()), True
+            failures = [failure.at(self._config.rank, self._config.node) for failure in error.failures.values()]
+            skipped = True
             self._connection.send(ReportSkip(save, failures[0].message))
         elif isinstance(error, CheckpointFailed):
             failures, skipped = list(error.failures.values()), False
@@ -349,9 +352,11 @@ class CheckpointClient:
 
     def _shut(self) -> None:
         self._closed = True
-        self._connection.close()
-        self._detach()
         self._plan = None
+        try:
+            self._connection.close()
+        finally:
+            self._detach()
 
     def __enter__(self) -> Self:
         return self

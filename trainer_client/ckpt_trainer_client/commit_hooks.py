@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 PreCommitHook = Callable[[int, str], object]
 """``hook(step, checkpoint_id)`` on rank 0, when all data files are durable and ``.metadata`` is not published yet.
-Raising or returning something false other than None vetoes the commit."""
+Raising or returning False vetoes the commit."""
 
 PostCommitHook = Callable[[int, str], object]
 """``hook(step, checkpoint_id)`` on every rank, after the commit. What it raises is logged, the checkpoint stands."""
@@ -27,7 +27,7 @@ class CommitHooks:
         for hook in self._pre:
             try:
                 answer = hook(step, checkpoint_id)
-                if answer is not None and not answer:
+                if _is_no(answer):
                     return f"{_name(hook)} returned {answer!r}"
             except BaseException as error:
                 logger.warning("pre-commit hook %s refused step %d", _name(hook), step, exc_info=True)
@@ -41,6 +41,11 @@ class CommitHooks:
                 hook(step, checkpoint_id)
             except BaseException:
                 logger.exception("post-commit hook %s failed for step %d", _name(hook), step)
+
+
+def _is_no(answer: object) -> bool:
+    """False, or an array's or tensor's false; not 0, "" or None, which a hook may return for other reasons."""
+    return answer is False or (hasattr(answer, "dtype") and not bool(answer))
 
 
 def _name(hook: Callable[..., object]) -> str:

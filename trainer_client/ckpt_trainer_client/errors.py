@@ -18,6 +18,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointFailed",
     "ClientClosed",
+    "LoadFailed",
     "NoCheckpoint",
     "PlanningError",
     "RegionError",
@@ -68,6 +69,10 @@ class PlanningError(CheckpointError):
 
 class UnsupportedLeaf(CheckpointError):
     """A value of the state dict cannot be saved; the text names its key and type."""
+
+
+class LoadFailed(CheckpointError):
+    """A committed checkpoint could not be loaded into the state dict: a key or a shape differs, or it is damaged."""
 
 
 class NoCheckpoint(CheckpointError):

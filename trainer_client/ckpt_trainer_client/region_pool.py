@@ -27,7 +27,6 @@ class _Slot:
     state: RegionState = RegionState.FREE
     ready: RegionReady | None = None
     refusal: RegionRefused | None = None
-    refused_step: int = -1
     step: int = -1
 
 
@@ -77,7 +76,7 @@ class RegionPool:
             if refusal.slot >= len(self._slots):
                 return
             slot = self._slots[refusal.slot]
-            slot.ready, slot.refusal, slot.refused_step = None, refusal, slot.step
+            slot.ready, slot.refusal = None, refusal
             self._changed.notify_all()
 
     def on_freed(self, index: int, generation: int) -> None:
@@ -182,30 +181,30 @@ class RegionPool:
     def _ask_again(self, request: RegionRequest, asked: set[int]) -> None:
         """Once per acquire: what did not fit into shared memory before may fit now."""
         for index, slot in enumerate(self._slots):
-            stale = (
-                slot.refusal is not None
-                and slot.refusal.plan_id == request.plan_id
-                and slot.refused_step != request.step
-            )
-            if stale and index not in asked:
+            if slot.refusal is not None and slot.refusal.plan_id == request.plan_id and index not in asked:
                 asked.add(index)
                 slot.refusal = None
-                slot.step = request.step
                 request.prepare(index, 0)
 
     def seal(self, index: int) -> None:
-        """The slot is whole and belongs to the sidecar."""
-        self._walk(index, RegionEvent.SEAL)
+        """The slot is whole and belongs to the sidecar.
 
-    def discard(self, index: int) -> None:
-        """What was filled in is not wanted; the slot is free again."""
-        self._walk(index, RegionEvent.DISCARD)
-
-    def _walk(self, index: int, event: RegionEvent) -> None:
+        Raises:
+            RegionError: the slot is not being filled any more, because the sidecar was restarted meanwhile.
+        """
         with self._changed:
             slot = self._slots[index]
-            slot.state = walk(REGION, slot.state, event)
-            self._changed.notify_all()
+            if slot.state is not RegionState.FILLING:
+                raise RegionError(f"the sidecar was restarted while slot {index} was being filled")
+            slot.state = walk(REGION, slot.state, RegionEvent.SEAL)
+
+    def discard(self, index: int) -> None:
+        """What was filled in is not wanted; the slot is free again, if it is not so already after a reset."""
+        with self._changed:
+            slot = self._slots[index]
+            if slot.state is RegionState.FILLING:
+                slot.state = walk(REGION, slot.state, RegionEvent.DISCARD)
+                self._changed.notify_all()
 
     def _all_busy(self) -> bool:
         sealed = sum(slot.state is RegionState.SEALED for slot in self._slots)

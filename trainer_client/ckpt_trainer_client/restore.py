@@ -7,10 +7,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from ckpt_proto.checkpoint_layout import METADATA_NAME, checkpoint_id, step_of
-from ckpt_trainer_client.errors import NoCheckpoint
+from ckpt_trainer_client.errors import LoadFailed, NoCheckpoint
 
 PER_RANK_KEY = "per_rank"
 
@@ -32,6 +33,7 @@ def load_step(
 
     Raises:
         NoCheckpoint: the step is not committed; the text names the committed ones.
+        LoadFailed: it does not fit the state dict, or cannot be read; the text has the first rank's reason.
     """
     where = checkpoint_id(directory, step)
     if not (Path(where) / METADATA_NAME).exists():
@@ -42,9 +44,19 @@ def load_step(
     with warnings.catch_warnings():
         # Loading in one process without a process group is meant, not an oversight.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        load(whole, checkpoint_id=where)
+        try:
+            load(whole, checkpoint_id=where)
+        except CheckpointException as error:
+            # It derives from BaseException, so a trainer's `except Exception` would miss it.
+            raise LoadFailed(f"{where} could not be loaded: {_first_cause(error)}") from error
     # dcp.load assigns what is no tensor to the dict that it was given.
     state_dict.update((key, whole[key]) for key in state_dict)
+
+
+def _first_cause(error: CheckpointException) -> str:
+    for rank, (cause, _) in sorted(error.failures.items()):
+        return f"rank {rank}: {type(cause).__name__}: {cause}"
+    return str(error)
 
 
 def with_per_rank(state_dict: dict[str, Any], per_rank: dict[str, Any] | None, rank: int) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.tensor import DTensor
 
+from ckpt_trainer_client.errors import UnsupportedLeaf
+
 Structure = dict[str, tuple[Any, ...]]
 MAX_CHANGED_KEYS = 20
 
@@ -22,8 +24,18 @@ def structure_of(flat: Mapping[str, Any], paths: Mapping[str, tuple[Any, ...]]) 
     """The structure of a flattened state dict: key -> what its entries in a plan depend on.
 
     ``paths`` says how each key was nested: the same keys nested otherwise are another structure.
+
+    Raises:
+        UnsupportedLeaf: a value has no structure, such as a parameter of a lazy module that has not been initialised.
     """
-    return {fqn: (paths.get(fqn), *_leaf(fqn, value)) for fqn, value in flat.items()}
+    structure: Structure = {}
+    for fqn, value in flat.items():
+        try:
+            structure[fqn] = (paths.get(fqn), *_leaf(fqn, value))
+        except Exception as error:
+            kind = type(value)
+            raise UnsupportedLeaf(f"{fqn} is a {kind.__module__}.{kind.__qualname__}: {error}") from error
+    return structure
 
 
 def _leaf(fqn: str, value: Any) -> tuple[Any, ...]:
