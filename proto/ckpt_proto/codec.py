@@ -32,10 +32,14 @@ def encode(message: Message, *, version: int = PROTOCOL_VERSION) -> bytes:
     """The frame of ``message``.
 
     Raises:
-        LocalProtocolError: the frame would be larger than :data:`MAX_MESSAGE_BYTES`.
+        LocalProtocolError: the frame would be larger than :data:`MAX_MESSAGE_BYTES`, or a value has no form in msgpack:
+            a number of more than 64 bits, text that is no Unicode.
     """
     fields = {field.name: _plain(getattr(message, field.name)) for field in dataclasses.fields(message)}
-    frame: bytes = msgpack.packb([version, type(message).__name__, fields], use_bin_type=True)
+    try:
+        frame: bytes = msgpack.packb([version, type(message).__name__, fields], use_bin_type=True)
+    except (OverflowError, ValueError, TypeError) as error:
+        raise LocalProtocolError(f"{type(message).__name__} cannot be sent: {error}") from error
     if len(frame) > MAX_MESSAGE_BYTES:
         raise LocalProtocolError(
             f"{type(message).__name__} has {len(frame)} bytes; at most {MAX_MESSAGE_BYTES} can be sent"
@@ -53,18 +57,25 @@ def decode(frame: bytes | memoryview) -> Message:
     if len(frame) > MAX_MESSAGE_BYTES:
         raise RemoteProtocolError(f"a frame of {len(frame)} bytes; at most {MAX_MESSAGE_BYTES} are accepted")
     version, name, fields = _envelope(frame)
-    if version != PROTOCOL_VERSION:
+    if type(version) is not int or version != PROTOCOL_VERSION:
         raise RemoteProtocolError(
-            f"the other side speaks protocol version {version!r}, this side {PROTOCOL_VERSION}: "
+            f"the other side speaks protocol version {_shown(version)}, this side {PROTOCOL_VERSION}: "
             "install the same ckpt-sidecar release for trainer and sidecar"
         )
     cls = Message.TYPES.get(name) if isinstance(name, str) else None
     if cls is None:
-        raise RemoteProtocolError(f"unknown message type {str(name)[:80]!r}")
+        raise RemoteProtocolError(f"unknown message type {_shown(name)}")
     if not isinstance(fields, dict):
         raise RemoteProtocolError(f"{name}: fields are {type(fields).__name__}, expected a map")
     message: Message = _build(cls, fields, name)
     return message
+
+
+def _shown(value: Any) -> str:
+    """A received value for an error text: short, and never the repr of something nested."""
+    if isinstance(value, (str, bytes)):
+        return repr(value[:80])
+    return repr(value) if isinstance(value, (int, float, type(None))) else type(value).__name__
 
 
 def _envelope(frame: bytes | memoryview) -> tuple[Any, Any, Any]:

@@ -7,6 +7,7 @@ No message carries tensor data: bytes move through regions only.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -65,7 +66,8 @@ class Hello(Message):
         _check(self.pid > 0, f"pid {self.pid} is not a process")
         _check(self.incarnation >= 0, f"incarnation {self.incarnation} is negative")
         _check(1 <= self.slots <= MAX_SLOTS, f"{self.slots} slots per rank; 1 to {MAX_SLOTS} are possible")
-        _check(self.stage_timeout_s > 0, f"stage timeout {self.stage_timeout_s} s is not positive")
+        bounded = 0 < self.stage_timeout_s < math.inf
+        _check(bounded, f"stage timeout {self.stage_timeout_s} s is not a positive number of seconds")
         _check(self.directory.startswith("/"), f"checkpoint directory {self.directory!r} is not an absolute path")
         _check("\0" not in self.directory, "checkpoint directory has a NUL character")
         if self.session:
