@@ -69,6 +69,7 @@ class AttachedRegion:
         self._mapping.close()
 
 
+@torch.inference_mode(mode=False)
 def _targets(mapping: mmap.mmap, ready: RegionReady, items: Plan) -> list[torch.Tensor]:
     framed = [item for item in items if item.is_framed]
     if len(framed) != len(ready.payload_offsets):
@@ -84,7 +85,7 @@ def _targets(mapping: mmap.mmap, ready: RegionReady, items: Plan) -> list[torch.
             raise RegionError(f"{item.fqn} of {nbytes} bytes at {offset} is outside {ready.path}")
         if nbytes == 0:
             # An empty tensor has no payload and so no aligned place, which a view would ask for.
-            targets.append(torch.empty(item.sizes, dtype=dtype))
+            targets.append(torch.empty(item.sizes, dtype=dtype, device="cpu"))
             continue
         targets.append(whole[offset : offset + nbytes].view(dtype).view(item.sizes))
     return targets

@@ -45,7 +45,8 @@ def copy_all(targets: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -
     Device tensors are copied on the current stream, after the work that is queued there, and waited for.
     """
     devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
-    with torch.no_grad():
+    # A save may be called in any mode; a target made or written in inference mode could not be written outside of it.
+    with torch.inference_mode(mode=False), torch.no_grad():
         for target, tensor in zip(targets, tensors, strict=True):
             target.copy_(tensor, non_blocking=True)
     for device in devices:
