@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 
 def process_start_s(pid: int) -> float | None:
@@ -21,13 +22,13 @@ def process_start_s(pid: int) -> float | None:
     return int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
-def sidecar_environment() -> dict[str, str]:
-    """This process's environment for a sidecar that is started with ``/`` as its working directory.
+def sidecar_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """``environ`` for a sidecar that is started with ``/`` as its working directory.
 
     CUDA is hidden: the writer must never make a context on a GPU. The entries of ``PYTHONPATH`` are made absolute.
     """
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    python_path = os.environ.get("PYTHONPATH")
+    environment = {**environ, "CUDA_VISIBLE_DEVICES": ""}
+    python_path = environ.get("PYTHONPATH")
     if python_path:
         entries = [os.path.abspath(entry) for entry in python_path.split(os.pathsep) if entry]
         environment["PYTHONPATH"] = os.pathsep.join(entries)

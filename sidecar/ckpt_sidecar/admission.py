@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ckpt_proto.errors import FailureReport, LocalProtocolError
 from ckpt_proto.lifecycles import RegionState
 from ckpt_proto.messages import FinalPlan, Hello, SubmitShard
 from ckpt_sidecar.compatibility import torch_mismatch
 from ckpt_sidecar.events import UNKNOWN_PID
-
-if TYPE_CHECKING:
-    from ckpt_sidecar.job_table import RankRecord
+from ckpt_sidecar.rank_record import RankRecord
 
 
 def refusal(

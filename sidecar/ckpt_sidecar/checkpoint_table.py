@@ -7,7 +7,6 @@ part is ``membership``'s business.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from ckpt_proto.checkpoint_layout import checkpoint_id
@@ -20,10 +19,8 @@ from ckpt_proto.messages import (
     AskRestoreStep,
     Committed,
     DecideCommit,
-    FinalPlan,
     GlobalPlan,
     Hello,
-    MakeGlobalPlan,
     Message,
     ProposePlan,
     RankLeft,
@@ -33,6 +30,7 @@ from ckpt_proto.messages import (
     ShardStaged,
 )
 from ckpt_sidecar.attempt import DECIDE_TIMEOUT_S, PERSIST_TIMEOUT_S, Attempt
+from ckpt_sidecar.counters import Counters
 from ckpt_sidecar.events import (
     Action,
     AtCoordinator,
@@ -46,25 +44,13 @@ from ckpt_sidecar.events import (
     ToRank,
 )
 from ckpt_sidecar.membership import Departure, Membership
-from ckpt_sidecar.plan_exchange import entry_counts, mark_opaque, plan_conflicts, plan_warnings
+from ckpt_sidecar.plan_book import PlanBook, PlanStep, structures_differ
 from ckpt_sidecar.session import Session
 
-__all__ = ["DECIDE_TIMEOUT_S", "PERSIST_TIMEOUT_S", "CheckpointTable", "Counters"]
+__all__ = ["DECIDE_TIMEOUT_S", "PERSIST_TIMEOUT_S", "CheckpointTable"]
 
 MAX_ENDED_ATTEMPTS: Final = 64
 """Ended attempts kept to answer late ranks and ``status``; far more than can be in flight."""
-
-
-@dataclass
-class Counters:
-    """What ``status`` counts since this coordinator began."""
-
-    committed: int = 0
-    failed: int = 0
-    skipped: int = 0
-    consecutive_failures: int = 0
-    last_committed_step: int | None = None
-    last_committed_s: float | None = None
 
 
 class CheckpointTable:
@@ -72,9 +58,8 @@ class CheckpointTable:
 
     def __init__(self, new_token: Callable[[], str]) -> None:
         self._members = Membership(new_token)
-        self._entry_counts: dict[str, tuple[int, ...]] = {}
+        self._plans = PlanBook()
         self._forgotten: dict[str, int] = {}
-        self._plans_made = 0
         self.attempts: dict[tuple[str, int], Attempt] = {}
         self.counters = Counters()
 
@@ -221,8 +206,7 @@ class CheckpointTable:
             del self.attempts[token, seq]
             self._forgotten[token] = max(seq, self._forgotten.get(token, -1))
         # The plan in use was used by the newest attempts; a plan that no kept attempt names is gone for good.
-        used = {attempt.plan_id for attempt in self.attempts.values()}
-        self._entry_counts = {plan_id: counts for plan_id, counts in self._entry_counts.items() if plan_id in used}
+        self._plans.keep_only(attempt.plan_id for attempt in self.attempts.values())
 
     def _answer_late(self, attempt: Attempt, rank: int) -> list[Action]:
         if attempt.state is CheckpointState.ABORTED:
@@ -258,60 +242,25 @@ class CheckpointTable:
         attempt.ended_s = now_s
         attempt.proposals.clear()
         attempt.tell(now_s, f"aborted: {'; '.join(map(str, failures))}")
-        if attempt.skipped:
-            self.counters.skipped += 1
-        else:
-            self.counters.failed += 1
-            self.counters.consecutive_failures += 1
+        self.counters.count_aborted(skipped=attempt.skipped)
         told = [ToRank(rank, attempt.aborted_for(rank)) for rank in range(attempt.world_size)]
         return [*told, *self._answer_if_settled()]
 
     # ------------------------------------------------------------ plans
 
-    def _proposed(self, attempt: Attempt, rank: int, message: ProposePlan, now_s: float) -> list[Action]:
-        if rank in attempt.proposals or attempt.planned:
-            return []
-        attempt.proposals[rank] = message
-        attempt.tell(now_s, f"rank {rank} proposed {len(message.items)} items")
-        if attempt.staged:
-            return self._structures_differ(attempt, now_s)
-        if len(attempt.proposals) < attempt.world_size:
-            return []
-        proposals = [attempt.proposals[each] for each in range(attempt.world_size)]
-        conflicts = plan_conflicts(proposals)
-        if conflicts:
-            return self._abort(attempt, [self._at(each.rank, each) for each in conflicts], now_s)
-        attempt.planned = True
-        return [ToRank(0, MakeGlobalPlan(attempt.save, tuple(proposal.items for proposal in proposals)))]
+    def _take(self, attempt: Attempt, step: PlanStep, now_s: float) -> list[Action]:
+        if step.failures:
+            failures = [self._at(failure.rank, failure) for failure in step.failures]
+            return self._abort(attempt, failures, now_s, replan=step.replan)
+        return [ToRank(rank, message) for rank, message in step.messages]
 
-    def _structures_differ(self, attempt: Attempt, now_s: float) -> list[Action]:
-        failures = []
-        for rank, proposal in sorted(attempt.proposals.items()):
-            keys = ", ".join(proposal.changed_keys) or "none was cached before"
-            text = f"the state dict of rank {rank} has changed (keys: {keys}) while that of ranks "
-            text += f"{sorted(attempt.staged)} has not"
-            hint = "the next save plans anew on every rank"
-            failures.append(self._at(rank, FailureReport("StructureDiffers", text, hint)))
-        return self._abort(attempt, failures, now_s, replan=True)
+    def _proposed(self, attempt: Attempt, rank: int, message: ProposePlan, now_s: float) -> list[Action]:
+        attempt.tell(now_s, f"rank {rank} proposed {len(message.items)} items")
+        return self._take(attempt, self._plans.propose(attempt, rank, message), now_s)
 
     def _planned(self, attempt: Attempt, message: GlobalPlan, now_s: float) -> list[Action]:
-        if attempt.plan_id or not attempt.planned:
-            return []
-        if len(message.plans) != attempt.world_size:
-            text = f"the planner made {len(message.plans)} plans for {attempt.world_size} ranks"
-            return self._abort(attempt, [self._at(0, FailureReport("PlanningError", text))], now_s)
-        self._plans_made += 1
-        attempt.plan_id = f"{attempt.save.session}-p{self._plans_made}"
-        self._entry_counts[attempt.plan_id] = entry_counts(message.plans)
-        attempt.tell(now_s, f"plan {attempt.plan_id} made")
-        proposals = [attempt.proposals[rank] for rank in range(attempt.world_size)]
-        attempt.proposals.clear()
-        warnings = plan_warnings(proposals)
-        opaque = [{item.key for item in proposal.items if item.opaque} for proposal in proposals]
-        final = [mark_opaque(plan, keys) for plan, keys in zip(message.plans, opaque, strict=True)]
-        return [
-            ToRank(rank, FinalPlan(attempt.save, attempt.plan_id, plan, warnings)) for rank, plan in enumerate(final)
-        ]
+        attempt.tell(now_s, "rank 0 made the global plan")
+        return self._take(attempt, self._plans.plan(attempt, message), now_s)
 
     # ------------------------------------------------------------ from staged to committed
 
@@ -325,7 +274,7 @@ class CheckpointTable:
         attempt.overwrite = message.overwrite
         attempt.tell(now_s, f"rank {rank} staged")
         if attempt.proposals and not attempt.planned:
-            return self._structures_differ(attempt, now_s)
+            return self._take(attempt, structures_differ(attempt), now_s)
         if attempt.plan_id and message.plan_id != attempt.plan_id:
             text = f"rank {rank} staged plan {message.plan_id}, others {attempt.plan_id}"
             return self._abort(attempt, [self._at(rank, FailureReport("PlanDiffers", text))], now_s, replan=True)
@@ -359,7 +308,7 @@ class CheckpointTable:
             return self._abort(attempt, [FailureReport("Superseded", text)], now_s)
         attempt.publishing = True
         attempt.tell(now_s, f"publishing: {why}")
-        counts = self._entry_counts.get(attempt.plan_id, ())
+        counts = self._plans.entry_counts(attempt.plan_id)
         save, directory, world_size = attempt.save, attempt.directory, attempt.world_size
         return [Publish(save, directory, world_size, attempt.plan_id, counts, attempt.overwrite)]
 
@@ -367,7 +316,10 @@ class CheckpointTable:
         """Whether a later life of the job saves the same step: an earlier life's attempt must not replace that one."""
         now = self.session.token if self.session else attempt.save.session
         return attempt.save.session != now and any(
-            other.save.session == now and other.save.step == attempt.save.step and other.directory == attempt.directory
+            other.save.session == now
+            and other.save.step == attempt.save.step
+            and other.directory == attempt.directory
+            and other.state is not CheckpointState.ABORTED
             for other in self.attempts.values()
         )
 
@@ -378,11 +330,7 @@ class CheckpointTable:
         attempt.ended_s = now_s
         attempt.tell(now_s, "committed")
         self._members.steps.setdefault(attempt.directory, set()).add(save.step)
-        counters = self.counters
-        counters.committed += 1
-        counters.consecutive_failures = 0
-        counters.last_committed_step = save.step
-        counters.last_committed_s = now_s
+        self.counters.count_committed(save.step, now_s)
         where = checkpoint_id(attempt.directory, save.step)
         told = [ToRank(rank, Committed(save, where)) for rank in range(attempt.world_size)]
         return [*told, *self._answer_if_settled()]

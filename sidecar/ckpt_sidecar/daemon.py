@@ -41,8 +41,9 @@ from ckpt_sidecar.events import (
     ToRank,
 )
 from ckpt_sidecar.job_lock import JobLock
-from ckpt_sidecar.job_table import JobTable, RankRecord
+from ckpt_sidecar.job_table import JobTable
 from ckpt_sidecar.priority import lower_priority
+from ckpt_sidecar.rank_record import RankRecord
 from ckpt_sidecar.server import Server
 from ckpt_sidecar.status_report import Identity, build_status
 from ckpt_sidecar.throttle import Throttle

@@ -6,12 +6,12 @@ region and shard job are walked by the tables in ``ckpt_proto.lifecycles``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ckpt_proto.errors import FailureReport, LocalProtocolError, report_of
 from ckpt_proto.identity import SaveKey
-from ckpt_proto.lifecycles import REGION, SHARD, RegionEvent, RegionState, ShardEvent, ShardState, is_terminal, walk
+from ckpt_proto.lifecycles import SHARD, RegionEvent, RegionState, ShardEvent, ShardState, is_terminal, walk
 from ckpt_proto.messages import (
     Aborted,
     AskRestoreStep,
@@ -47,7 +47,6 @@ from ckpt_sidecar.events import (
     Event,
     FromCoordinator,
     FromRank,
-    PrepareRegion,
     RankDied,
     RegionFailed,
     RegionPrepared,
@@ -59,46 +58,13 @@ from ckpt_sidecar.events import (
     ToCoordinator,
     WriteShard,
 )
-
-FIRST_BYTE_CAPACITY: Final = 64 << 10
-"""Room in bytes kept for byte entries of a new region; GrowRegion asks for more."""
+from ckpt_sidecar.rank_record import FIRST_BYTE_CAPACITY, RankRecord
 
 FOR_COORDINATOR: Final = (ProposePlan, GlobalPlan, ReportSkip, ReportFailure, DecideCommit, AskRestoreStep)
 """What a client may say to the coordinator; everything else is said by sidecars."""
 
 MAX_ENDED_JOBS: Final = 64
 """Ended shard jobs kept for ``status``, late messages and diagnosis."""
-
-
-@dataclass
-class Slot:
-    """One region of one rank. ``ready`` is None until it has been prepared; ``preparing`` while a worker is at it."""
-
-    state: RegionState = RegionState.FREE
-    generation: int = 0
-    ready: RegionReady | None = None
-    preparing: bool = False
-
-    def walk(self, event: RegionEvent) -> None:
-        """One step of the region's lifecycle."""
-        self.state = walk(REGION, self.state, event)
-
-
-@dataclass
-class RankRecord:
-    """One rank of this node. ``session`` is empty until the coordinator has welcomed it.
-
-    ``other_namespace``: the kernel cannot name its process to us, so only heartbeats tell whether it lives.
-    """
-
-    hello: Hello
-    peer: bytes
-    other_namespace: bool = False
-    alive: bool = True
-    left_in_order: bool = False
-    session: str = ""
-    plan: FinalPlan | None = None
-    slots: list[Slot] = field(default_factory=list)
 
 
 @dataclass
@@ -205,12 +171,8 @@ class JobTable:
         failure = refusal(hello, event.pid, old, self._job_id, self._torch_version, draining=self.draining)
         if failure is not None:
             return [Send(event.peer, Refused(failure.at(hello.rank, self._node)))]
-        record = RankRecord(hello, event.peer, other_namespace=event.pid == UNKNOWN_PID)
-        record.slots = old.slots if old else []
-        for slot in record.slots:
-            slot.ready = None if slot.state is RegionState.FREE else slot.ready
-        while len(record.slots) < hello.slots:
-            record.slots.append(Slot())
+        elsewhere = event.pid == UNKNOWN_PID
+        record = RankRecord.succeeding(old, hello, event.peer, other_namespace=elsewhere)
         self.ranks[hello.rank] = record
         return [ToCoordinator(hello.rank, hello)]
 
@@ -239,33 +201,17 @@ class JobTable:
             record.alive = False
         elif isinstance(message, FinalPlan):
             record.plan = message
-            actions += self._prepare_free_slots(record)
+            for index in range(record.hello.slots):
+                actions += self._prepare(record, index)
         elif isinstance(message, (Aborted, Committed)) and message.save.session != record.session:
             return actions
         elif isinstance(message, Aborted) and message.replan:
             record.plan = None
         return [Send(record.peer, message), *actions]
 
-    def _prepare_free_slots(self, record: RankRecord) -> list[Action]:
-        actions: list[Action] = []
-        for index in range(record.hello.slots):
-            actions += self._prepare(record, index)
-        return actions
-
     def _prepare(self, record: RankRecord, index: int, byte_capacity: int = FIRST_BYTE_CAPACITY) -> list[Action]:
-        """Prepare a slot for the rank's plan unless it is in use, being prepared, or ready for it."""
-        slot, plan = record.slots[index], record.plan
-        if index >= record.hello.slots:
-            return []  # left over from an earlier client of the rank that had more
-        if plan is None or slot.preparing or slot.state is not RegionState.FREE:
-            return []
-        if slot.ready and slot.ready.plan_id == plan.plan_id and slot.ready.byte_capacity >= byte_capacity:
-            return []
-        slot.preparing = True
-        slot.ready = None
-        slot.generation += 1
-        rank = record.hello.rank
-        return [PrepareRegion(rank, index, slot.generation, plan.plan_id, plan.items, byte_capacity)]
+        order = record.prepare(index, byte_capacity)
+        return [order] if order else []
 
     def _region_prepared(self, rank: int, ready: RegionReady) -> list[Action]:
         record = self.ranks[rank]

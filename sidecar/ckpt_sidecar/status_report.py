@@ -20,7 +20,8 @@ from ckpt_sidecar.action_runner import ActionRunner
 from ckpt_sidecar.attempt import Attempt
 from ckpt_sidecar.checkpoint_table import CheckpointTable
 from ckpt_sidecar.config import SidecarConfig
-from ckpt_sidecar.job_table import JobTable, RankRecord, ShardJob
+from ckpt_sidecar.job_table import JobTable, ShardJob
+from ckpt_sidecar.rank_record import RankRecord
 from ckpt_sidecar.session import Session
 
 SHOWN_FAILURES = 8
