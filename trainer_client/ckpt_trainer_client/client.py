@@ -14,11 +14,9 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from ckpt_proto.checkpoint_layout import checkpoint_id
-from ckpt_proto.codec import encode
 from ckpt_proto.errors import AlreadyCommitted, FailureReport, report_of
 from ckpt_proto.identity import MAX_STEP, SaveKey
-from ckpt_proto.messages import GrowRegion, RegionReady, ReportFailure, ReportSkip, SubmitShard
-from ckpt_trainer_client.attached_region import AttachedRegion
+from ckpt_proto.messages import ReportFailure, ReportSkip
 from ckpt_trainer_client.commit_hooks import PostCommitHook, PreCommitHook
 from ckpt_trainer_client.config import ClientConfig
 from ckpt_trainer_client.connection import Connection
@@ -31,12 +29,10 @@ from ckpt_trainer_client.errors import (
     SaveSkipped,
     UnsupportedLeaf,
 )
-from ckpt_trainer_client.planning import PlanningState, SavePlanned
-from ckpt_trainer_client.region_pool import RegionRequest
+from ckpt_trainer_client.planning import PlanningState
 from ckpt_trainer_client.restore import committed_steps, load_step, with_per_rank
 from ckpt_trainer_client.save_handle import SaveHandle
-from ckpt_trainer_client.staging import byte_entries, copy_all, sources
-from ckpt_trainer_client.structure import changed_keys
+from ckpt_trainer_client.stager import Stager
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -106,12 +102,10 @@ class CheckpointClient:
         self._pid = os.getpid()
         self._closed = False
         self._seq = 0
-        self._plan: SavePlanned | None = None
-        self._regions: dict[int, AttachedRegion] = {}
         self._last: SaveHandle | None = None
         self._connection = Connection(self._config, tuple(pre_commit), tuple(post_commit))
         self._connection.open(torch.__version__)
-        self._epoch = self._connection.epoch
+        self._stager = Stager(self._config, self._connection)
 
     # ------------------------------------------------------------ save
 
@@ -157,7 +151,7 @@ class CheckpointClient:
                 raise SaveSkipped(step, [FailureReport("SaveSkipped", "every region is still being persisted")])
             whole = with_per_rank(dict(state_dict), per_rank, self._config.rank)
             state = PlanningState(whole, planner or self._planner, is_coordinator=self._config.rank == 0)
-            self._stage(save, state, overwrite)
+            self._stager.stage(save, state, overwrite=overwrite)
             handle._set_staged()
         except _BAD_INPUT as error:
             self._give_up(handle, error)
@@ -187,7 +181,7 @@ class CheckpointClient:
             raise problem
         save = SaveKey(session, seq, step)
         handle = SaveHandle(save, self._connection.who_is_late)
-        self._connection.expect(save, handle)
+        self._connection.saves.expect(save, handle)
         self._last = handle
         return handle
 
@@ -198,70 +192,6 @@ class CheckpointClient:
                 f"step {save.step} is committed already in {self.checkpoint_id(save.step)}: pass overwrite=True to "
                 "replace it"
             )
-
-    def _stage(self, save: SaveKey, state: PlanningState, overwrite: bool) -> None:
-        plan = self._plan_for(save, state)
-        entries = byte_entries(state, plan)
-        tensors = sources(state, plan)
-        pool, request = self._connection.pool, self._request(save, plan)
-        ready = pool.acquire(request)
-        try:
-            needed = sum(map(len, entries))
-            if needed > ready.byte_capacity:
-                # Twice what is needed, so that a slowly growing value does not grow the region at every save.
-                ready = pool.grow(ready, request, 2 * needed)
-            request.check()
-            region = self._attach(ready, plan)
-            region.begin()
-            copy_all(region.targets, tensors)
-            region.write_bytes(entries)
-            lengths = tuple(map(len, entries))
-            submit = SubmitShard(
-                save, self._config.rank, plan.plan_id, ready.slot, ready.generation, lengths, overwrite
-            )
-            frame = encode(submit)
-            region.seal(frame)
-            pool.seal(ready.slot)
-        except BaseException:
-            pool.discard(ready.slot)
-            raise
-        self._connection.send_frame(frame)
-
-    def _request(self, save: SaveKey, plan: SavePlanned) -> RegionRequest:
-        config, connection = self._config, self._connection
-        return RegionRequest(
-            plan.plan_id,
-            save.step,
-            config.backpressure,
-            config.backpressure_timeout_s,
-            check=lambda: connection.exchange.raise_if_aborted(save),
-            prepare=lambda slot, capacity: connection.send(GrowRegion(plan.plan_id, slot, capacity)),
-        )
-
-    def _plan_for(self, save: SaveKey, state: PlanningState) -> SavePlanned:
-        cached = self._plan if self._connection.plan_is_valid else None
-        if cached is not None and state.fits(cached):
-            return cached
-        old = cached.structure if cached is not None else None
-        changed = changed_keys(old, state.structure) if state.structure is not None else ()
-        self._plan = self._connection.exchange.exchange(save, state, changed)
-        self._connection.plan_is_valid = True
-        return self._plan
-
-    def _detach(self) -> None:
-        """Let go of every region: a restarted sidecar has made new files under the same names."""
-        self._epoch = self._connection.epoch
-        for region in self._regions.values():
-            region.close()
-        self._regions.clear()
-
-    def _attach(self, ready: RegionReady, plan: SavePlanned) -> AttachedRegion:
-        if self._epoch != self._connection.epoch:
-            self._detach()
-        region = self._regions.get(ready.slot)
-        if region is None or region.ready != ready:
-            self._regions[ready.slot] = region = AttachedRegion(ready, plan.items, region)
-        return region
 
     def _give_up(self, handle: SaveHandle, error: BaseException) -> None:
         """This rank's part has failed: tell the others, resolve the handle."""
@@ -280,7 +210,7 @@ class CheckpointClient:
             if not isinstance(error, RegionsExhausted):
                 logger.debug("save of step %d failed", save.step, exc_info=error)
         logger.warning("step %d was not saved: %s", save.step, "; ".join(map(str, failures)))
-        self._connection.resolve_failed(save, failures, skipped)
+        self._connection.saves.failed(save, failures, skipped=skipped)
 
     # ------------------------------------------------------------ look and restore
 
@@ -352,11 +282,10 @@ class CheckpointClient:
 
     def _shut(self) -> None:
         self._closed = True
-        self._plan = None
         try:
             self._connection.close()
         finally:
-            self._detach()
+            self._stager.close()
 
     def __enter__(self) -> Self:
         return self

@@ -13,8 +13,6 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 
 from ckpt_proto.errors import FailureReport, SidecarUnreachable
@@ -51,9 +49,9 @@ from ckpt_trainer_client.config import ClientConfig
 from ckpt_trainer_client.errors import SidecarRefused
 from ckpt_trainer_client.plan_exchange import PlanExchange
 from ckpt_trainer_client.region_pool import RegionPool
-from ckpt_trainer_client.save_handle import SaveHandle
+from ckpt_trainer_client.saves_in_flight import SavesInFlight
 from ckpt_trainer_client.sidecar_link import SidecarLink
-from ckpt_trainer_client.sidecar_start import sidecar_runs, start_sidecar
+from ckpt_trainer_client.sidecar_start import ensure_sidecar, sidecar_runs, start_sidecar
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +72,6 @@ class Connection:
         self._callbacks = CallbackThread()
         self._link = SidecarLink(config.runtime_dir, self._on_message, self._on_beat, self._on_link_failure)
         self._changed = threading.Condition()
-        self._handles: dict[SaveKey, SaveHandle] = {}
         self._welcome: Welcome | None = None
         self._refused: Refused | None = None
         self._restore_steps: dict[int, int | None] = {}
@@ -83,6 +80,7 @@ class Connection:
         self._farewell = False
         self._torch_version = ""
         self._starting = False
+        self.saves = SavesInFlight(self._callbacks)
         self.pool = RegionPool(config.slots)
         self.exchange = PlanExchange(self.send, config.stage_timeout_s)
         self.plan_is_valid = False
@@ -111,7 +109,7 @@ class Connection:
 
     def _handshake(self, deadline: float) -> None:
         while True:
-            self._ensure_sidecar(deadline)
+            ensure_sidecar(self._config, deadline)
             with self._changed:
                 self._refused = None
             self._link.send(self._hello())
@@ -124,22 +122,6 @@ class Connection:
                 raise SidecarUnreachable(
                     f"the sidecar of job {self._config.job_id} has not welcomed rank {self._config.rank} within "
                     f"{self._config.connect_timeout_s:.0f} s"
-                )
-
-    def _ensure_sidecar(self, deadline: float) -> None:
-        config = self._config
-        if sidecar_runs(config.runtime_dir):
-            return
-        if not config.supervised:
-            start_sidecar(config.job_id, config.shm_root, max(1.0, deadline - time.monotonic()))
-            return
-        while not sidecar_runs(config.runtime_dir):
-            with self._changed:
-                self._changed.wait(0.05)
-            if time.monotonic() > deadline:
-                raise SidecarUnreachable(
-                    f"nobody has started a sidecar for job {config.job_id} on {config.node} within "
-                    f"{config.connect_timeout_s:.0f} s, although CKPT_SIDECAR_SUPERVISED says that somebody would"
                 )
 
     def _hello(self) -> Hello:
@@ -184,36 +166,13 @@ class Connection:
         """Queue an encoded message for the sidecar."""
         self._link.send_frame(frame)
 
-    def expect(self, save: SaveKey, handle: SaveHandle) -> None:
-        """From now on, what arrives about ``save`` resolves ``handle``."""
-        with self._changed:
-            self._handles[save] = handle
-
-    def resolve_failed(self, save: SaveKey, failures: Sequence[FailureReport], skipped: bool) -> None:
-        """Fail a handle from the trainer's thread."""
-        handle = self._take_handle(save)
-        if handle is not None:
-            self._callbacks.submit(partial(handle._fail, failures, skipped=skipped))
-
     def wait_idle(self, timeout_s: float | None) -> None:
         """Wait until every expected save has ended.
 
         Raises:
             TimeoutError: one has not; the text names it and who is late.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        with self._changed:
-            handles = list(self._handles.values())
-        told = threading.Event()
-        self._callbacks.submit(told.set)  # what has arrived is resolved on that thread, perhaps not yet
-        told.wait(timeout_s)
-        for handle in handles:
-            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            try:
-                handle.committed.exception(left_s)
-            except FutureTimeout:
-                late = self.who_is_late(handle._save)
-                raise TimeoutError(f"step {handle.step} is still in flight after {timeout_s} s: {late}") from None
+        self.saves.wait_idle(timeout_s, self.who_is_late)
 
     def ask_restore_step(self) -> int | None:
         """The coordinator's answer to the n-th question for a step to restore.
@@ -258,7 +217,7 @@ class Connection:
             case FinalPlan() | MakeGlobalPlan():
                 self.exchange.on_message(message)
             case ShardPersisted(save=save):
-                self._on_persisted(save)
+                self.saves.persisted(save)
             case AskCommit():
                 self._callbacks.submit(partial(self._decide, message))
             case Committed():
@@ -300,6 +259,9 @@ class Connection:
         self.pool.interrupt("")
         if again:
             self._forget_old_sidecar()
+            unanswered = self._asks - 1
+            if unanswered >= 0 and unanswered not in self._restore_steps:
+                self._link.send(AskRestoreStep(unanswered))
 
     def _forget_old_sidecar(self) -> None:
         """A restarted sidecar knows neither our plan nor our regions, nor the saves that were in flight."""
@@ -309,54 +271,36 @@ class Connection:
         self._fail_all("SidecarRestarted", "the sidecar died", "the next save is tried with the restarted sidecar")
 
     def _fail_all(self, kind: str, why: str, hint: str) -> None:
-        """Fail every save in flight, staged or not. Called with the lock held."""
-        for save in list(self._handles):
+        """Fail every save in flight, staged or not."""
+        for save in self.saves.pending():
             failure = FailureReport(kind, f"{why} while step {save.step} was in flight", hint)
             failure = failure.at(self._config.rank, self._config.node)
             self.exchange.on_message(Aborted(save, (failure,)))
-            self._callbacks.submit(partial(self._handles.pop(save)._fail, [failure]))
+            self.saves.failed(save, [failure])
             # Ranks that have not called save() for this attempt yet must not wait for this one when they do.
             self._link.send(ReportFailure(save, failure))
         self.pool.wake()
 
     def _on_link_failure(self, error: Exception) -> None:
         self.pool.interrupt(f"the link to the sidecar has failed: {error}")
-        with self._changed:
-            self._fail_all("LinkFailed", f"the link to the sidecar failed ({error})", "this is a bug; restart the job")
+        self._fail_all("LinkFailed", f"the link to the sidecar failed ({error})", "this is a bug; restart the job")
 
     def _on_pong(self, pong: Pong) -> None:
         if not pong.known:
             self._link.send(self._hello())
 
-    def _on_persisted(self, save: SaveKey) -> None:
-        with self._changed:
-            handle = self._handles.get(save)
-        if handle is not None:
-            self._callbacks.submit(handle._set_persisted)
-
     def _on_committed(self, message: Committed) -> None:
-        self.committed_steps.add(message.save.step)
-        handle = self._take_handle(message.save)
-
-        def tell() -> None:
-            if handle is not None:
-                handle._set_committed(message.checkpoint_id)
-            self._hooks.tell(message.save.step, message.checkpoint_id)
-
-        self._callbacks.submit(tell)
+        step = message.save.step
+        self.committed_steps.add(step)
+        self.saves.committed(message.save, message.checkpoint_id)
+        self._callbacks.submit(partial(self._hooks.tell, step, message.checkpoint_id))
 
     def _on_aborted(self, message: Aborted) -> None:
         if message.replan:
             self.plan_is_valid = False
         self.exchange.on_message(message)
         self.pool.wake()
-        handle = self._take_handle(message.save)
-        if handle is not None:
-            self._callbacks.submit(partial(handle._fail, message.failures, skipped=message.skipped))
-
-    def _take_handle(self, save: SaveKey) -> SaveHandle | None:
-        with self._changed:
-            return self._handles.pop(save, None)
+        self.saves.failed(message.save, message.failures, skipped=message.skipped)
 
     def _decide(self, message: AskCommit) -> None:
         veto = self._hooks.veto(message.save.step, message.checkpoint_id)
@@ -367,8 +311,7 @@ class Connection:
         if silent_s < SILENT_S or sidecar_runs(self._config.runtime_dir):
             return
         if silent_s > self._config.connect_timeout_s:
-            with self._changed:
-                self._fail_all("SidecarLost", f"no sidecar ran for {silent_s:.0f} s", "see the sidecar's log")
+            self._fail_all("SidecarLost", f"no sidecar ran for {silent_s:.0f} s", "see the sidecar's log")
         if not (self._starting or self._config.supervised):
             self._starting = True
             self._callbacks.submit(self._restart_sidecar)

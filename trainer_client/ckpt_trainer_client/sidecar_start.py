@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from ckpt_proto.errors import SidecarUnreachable
 from ckpt_proto.process import sidecar_environment
 from ckpt_proto.runtime_dir import lock_owner
+from ckpt_trainer_client.config import ClientConfig
+
+POLL_S = 0.05
 
 IDLE_EXIT_S = 60.0
 """How long a sidecar that a client started waits for a restarted job after its ranks have died."""
@@ -47,3 +51,24 @@ def start_sidecar(job_id: str, shm_root: Path, timeout_s: float) -> None:
         raise SidecarUnreachable(
             f"no sidecar could be started for job {job_id} (exit code {done.returncode}): {done.stderr.strip()[-2000:]}"
         )
+
+
+def ensure_sidecar(config: ClientConfig, deadline: float) -> None:
+    """Return when a sidecar holds the job's lock: one that runs, one that is started here, or one that somebody else
+    is about to start (``config.supervised``). ``deadline`` is in ``time.monotonic()`` seconds.
+
+    Raises:
+        SidecarUnreachable: it did not come about in time.
+    """
+    if sidecar_runs(config.runtime_dir):
+        return
+    if not config.supervised:
+        start_sidecar(config.job_id, config.shm_root, max(1.0, deadline - time.monotonic()))
+        return
+    while not sidecar_runs(config.runtime_dir):
+        time.sleep(POLL_S)  # a lock that somebody else will take has no wake-up
+        if time.monotonic() > deadline:
+            raise SidecarUnreachable(
+                f"nobody has started a sidecar for job {config.job_id} on {config.node} within "
+                f"{config.connect_timeout_s:.0f} s, although CKPT_SIDECAR_SUPERVISED says that somebody would"
+            )
