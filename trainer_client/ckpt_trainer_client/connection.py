@@ -83,7 +83,7 @@ class Connection:
         self.saves = SavesInFlight(self._callbacks)
         self.pool = RegionPool(config.slots)
         self.exchange = PlanExchange(self.send, config.stage_timeout_s)
-        self.plan_is_valid = False
+        self.plan_epoch = 0
         self.committed_steps: set[int] = set()
         self.session = ""
         self.epoch = 0
@@ -266,7 +266,7 @@ class Connection:
     def _forget_old_sidecar(self) -> None:
         """A restarted sidecar knows neither our plan nor our regions, nor the saves that were in flight."""
         self.epoch += 1
-        self.plan_is_valid = False
+        self.plan_epoch += 1
         self.pool.reset()
         self._fail_all("SidecarRestarted", "the sidecar died", "the next save is tried with the restarted sidecar")
 
@@ -297,7 +297,7 @@ class Connection:
 
     def _on_aborted(self, message: Aborted) -> None:
         if message.replan:
-            self.plan_is_valid = False
+            self.plan_epoch += 1
         self.exchange.on_message(message)
         self.pool.wake()
         self.saves.failed(message.save, message.failures, skipped=message.skipped)

@@ -69,7 +69,8 @@ class SavesInFlight:
             handles = list(self._handles.values())
         told = threading.Event()
         self._callbacks.submit(told.set)  # what has arrived is resolved on that thread, perhaps not yet
-        told.wait(timeout_s)
+        if not told.wait(timeout_s):
+            raise TimeoutError(f"a callback or hook of an earlier save has not returned within {timeout_s} s")
         for handle in handles:
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ckpt_proto.codec import encode
+from ckpt_proto.errors import NotEnoughSharedMemory, RegionError
 from ckpt_proto.identity import SaveKey
 from ckpt_proto.messages import GrowRegion, RegionReady, SubmitShard
 from ckpt_trainer_client.attached_region import AttachedRegion
@@ -21,6 +22,7 @@ class Stager:
         self._config = config
         self._connection = connection
         self._plan: SavePlanned | None = None
+        self._plan_epoch = -1
         self._regions: dict[int, AttachedRegion] = {}
         self._epoch = connection.epoch
 
@@ -36,7 +38,7 @@ class Stager:
         entries = byte_entries(state, plan)
         tensors = sources(state, plan)
         pool, request = self._connection.pool, self._request(save, plan)
-        ready = pool.acquire(request)
+        ready = self._acquire(request)
         try:
             needed = sum(map(len, entries))
             if needed > ready.byte_capacity:
@@ -54,6 +56,15 @@ class Stager:
             pool.discard(ready.slot)
             raise
         self._connection.send_frame(frame)
+
+    def _acquire(self, request: RegionRequest) -> RegionReady:
+        try:
+            return self._connection.pool.acquire(request)
+        except NotEnoughSharedMemory:
+            raise  # the plan is good, and its regions are asked for again at the next save
+        except RegionError:
+            self._plan = None  # the sidecar does not answer for it: plan anew next time rather than wait as long again
+            raise
 
     def _submission(
         self, save: SaveKey, ready: RegionReady, byte_lengths: tuple[int, ...], overwrite: bool
@@ -73,13 +84,14 @@ class Stager:
         )
 
     def _plan_for(self, save: SaveKey, state: PlanningState) -> SavePlanned:
-        cached = self._plan if self._connection.plan_is_valid else None
+        epoch = self._connection.plan_epoch
+        cached = self._plan if self._plan_epoch == epoch else None
         if cached is not None and state.fits(cached):
             return cached
         old = cached.structure if cached is not None else None
         changed = changed_keys(old, state.structure) if state.structure is not None else ()
         self._plan = self._connection.exchange.exchange(save, state, changed)
-        self._connection.plan_is_valid = True
+        self._plan_epoch = epoch  # as it was before: what was said meanwhile may have been about this plan
         return self._plan
 
     def _attach(self, ready: RegionReady, plan: SavePlanned) -> AttachedRegion:
