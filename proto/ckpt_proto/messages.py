@@ -41,7 +41,7 @@ class Message:
 class Hello(Message):
     """Rank -> sidecar, first on every connection. Answer: Welcome, Refused, or nothing until the coordinator is up.
 
-    ``process_start_s`` tells a reused pid from the process that said Hello (seconds since the epoch, from the kernel).
+    ``process_start_s`` tells a reused pid from the process that said Hello (seconds since boot, from the kernel).
     ``session`` is empty at first and repeated when a client reconnects to a restarted sidecar.
     ``incarnation`` is torchelastic's restart count.
     """

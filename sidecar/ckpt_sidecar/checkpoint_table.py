@@ -104,7 +104,7 @@ class CheckpointTable:
     def _from_rank(self, rank: int, message: Message, now_s: float) -> list[Action]:
         match message:
             case Hello():
-                return self._joined(self._members.hello(message), now_s)
+                return [*self._joined(self._members.hello(message), now_s), *self._ask_again(message)]
             case RankLeft():
                 departure = self._members.left(message)
                 return self._depart(departure, now_s) if departure else []
@@ -141,15 +141,15 @@ class CheckpointTable:
                 return self._persisted(attempt, rank, now_s)
             case ReportSkip(reason=reason):
                 attempt.skipped = True
-                return self._abort(attempt, [self._at(rank, FailureReport("SaveSkipped", reason))], now_s)
+                return self._abort(attempt, [self._at(attempt.save, rank, FailureReport("SaveSkipped", reason))], now_s)
             case ReportFailure(failure=failure):
-                return self._abort(attempt, [self._at(rank, failure)], now_s)
+                return self._abort(attempt, [self._at(attempt.save, rank, failure)], now_s)
             case DecideCommit() if rank == 0:
                 return self._decided(attempt, message, now_s)
         return []
 
-    def _at(self, rank: int, failure: FailureReport) -> FailureReport:
-        return failure.at(rank, self._members.node(rank))
+    def _at(self, save: SaveKey, rank: int, failure: FailureReport) -> FailureReport:
+        return failure.at(rank, self._members.node(save.session, rank))
 
     # ------------------------------------------------------------ coming and going
 
@@ -159,6 +159,21 @@ class CheckpointTable:
         for departure in departures:
             before += self._depart(departure, now_s)
         return [*before, *actions]
+
+    def _ask_again(self, hello: Hello) -> list[Action]:
+        """Rank 0 has reconnected to its session: the question whether to commit may have been lost on the way."""
+        if hello.rank != 0 or not hello.session or not self._members.is_member(hello.session, 0):
+            return []
+        return [
+            self._ask_commit(attempt)
+            for attempt in self.attempts.values()
+            if attempt.save.session == hello.session
+            and attempt.state is CheckpointState.COMPLETE
+            and not attempt.publishing
+        ]
+
+    def _ask_commit(self, attempt: Attempt) -> Action:
+        return ToRank(0, AskCommit(attempt.save, checkpoint_id(attempt.directory, attempt.save.step)))
 
     def _depart(self, departure: Departure, now_s: float) -> list[Action]:
         """A rank is gone: what it had not staged can not be saved, what it had staged goes on without it."""
@@ -177,11 +192,11 @@ class CheckpointTable:
     def _lost(self, save: SaveKey, rank: int, reason: str) -> FailureReport:
         name = self._members.name(save.session, rank)
         text = f"{name} left before it had staged step {save.step}: {reason or 'it closed its client'}"
-        return self._at(rank, FailureReport("RankLost", text))
+        return self._at(save, rank, FailureReport("RankLost", text))
 
     def _ended(self, save: SaveKey, rank: int) -> FailureReport:
         text = f"session {save.session} of rank {rank} is over: another rank of it was restarted"
-        return self._at(rank, FailureReport("SessionEnded", text, "restart every rank, as torchelastic does"))
+        return self._at(save, rank, FailureReport("SessionEnded", text, "restart every rank, as torchelastic does"))
 
     def _earlier_life_is_busy(self) -> bool:
         now = self.session.token if self.session else ""
@@ -226,7 +241,7 @@ class CheckpointTable:
                 f"{first}"
             )
             hint = "every rank must call save() for the same steps in the same order"
-            return [self._at(rank, FailureReport("StepsDiffer", text, hint))]
+            return [self._at(attempt.save, rank, FailureReport("StepsDiffer", text, hint))]
         session = self.session
         if session is None or session.token != attempt.save.session:
             return []
@@ -250,7 +265,7 @@ class CheckpointTable:
 
     def _take(self, attempt: Attempt, step: PlanStep, now_s: float) -> list[Action]:
         if step.failures:
-            failures = [self._at(failure.rank, failure) for failure in step.failures]
+            failures = [self._at(attempt.save, failure.rank, failure) for failure in step.failures]
             return self._abort(attempt, failures, now_s, replan=step.replan)
         return [ToRank(rank, message) for rank, message in step.messages]
 
@@ -269,7 +284,8 @@ class CheckpointTable:
             return []
         if attempt.staged and message.overwrite != attempt.overwrite:
             text = f"rank {rank} called save() with overwrite={message.overwrite}, other ranks with {attempt.overwrite}"
-            return self._abort(attempt, [self._at(rank, FailureReport("OverwriteDiffers", text))], now_s)
+            failure = self._at(attempt.save, rank, FailureReport("OverwriteDiffers", text))
+            return self._abort(attempt, [failure], now_s)
         attempt.staged.add(rank)
         attempt.overwrite = message.overwrite
         attempt.tell(now_s, f"rank {rank} staged")
@@ -277,7 +293,8 @@ class CheckpointTable:
             return self._take(attempt, structures_differ(attempt), now_s)
         if attempt.plan_id and message.plan_id != attempt.plan_id:
             text = f"rank {rank} staged plan {message.plan_id}, others {attempt.plan_id}"
-            return self._abort(attempt, [self._at(rank, FailureReport("PlanDiffers", text))], now_s, replan=True)
+            failure = self._at(attempt.save, rank, FailureReport("PlanDiffers", text))
+            return self._abort(attempt, [failure], now_s, replan=True)
         attempt.plan_id = message.plan_id
         return []
 
@@ -292,7 +309,7 @@ class CheckpointTable:
         attempt.asked_s = now_s
         if not self._members.is_member(attempt.save.session, 0):
             return self._publish(attempt, now_s, "rank 0 is gone")
-        return [ToRank(0, AskCommit(attempt.save, checkpoint_id(attempt.directory, attempt.save.step)))]
+        return [self._ask_commit(attempt)]
 
     def _decided(self, attempt: Attempt, message: DecideCommit, now_s: float) -> list[Action]:
         if attempt.state is not CheckpointState.COMPLETE:
@@ -300,7 +317,7 @@ class CheckpointTable:
         if message.accept:
             return self._publish(attempt, now_s, "rank 0 ordered the commit")
         text = f"a pre-commit hook refused step {attempt.save.step}: {message.reason}"
-        return self._abort(attempt, [self._at(0, FailureReport("CommitVetoed", text))], now_s)
+        return self._abort(attempt, [self._at(attempt.save, 0, FailureReport("CommitVetoed", text))], now_s)
 
     def _publish(self, attempt: Attempt, now_s: float, why: str) -> list[Action]:
         if self._is_superseded(attempt):
@@ -342,11 +359,9 @@ class CheckpointTable:
         for attempt in list(self.attempts.values()):
             late = attempt.overdue(now_s)
             if late:
-                failures = [
-                    self._at(
-                        rank, FailureReport("RankLate", f"{self._members.name(attempt.save.session, rank)} {what}")
-                    )
-                    for rank, what in late
-                ]
+                failures = [self._late(attempt.save, rank, what) for rank, what in late]
                 actions += self._abort(attempt, failures, now_s)
         return actions
+
+    def _late(self, save: SaveKey, rank: int, what: str) -> FailureReport:
+        return self._at(save, rank, FailureReport("RankLate", f"{self._members.name(save.session, rank)} {what}"))

@@ -110,9 +110,9 @@ class Membership:
         """``rank 5 on node-b`` if the session is the one of now."""
         return self.session.name(rank) if self.session and self.session.token == token else f"rank {rank}"
 
-    def node(self, rank: int) -> str:
-        """The node of a rank, if known."""
-        return self.session.nodes.get(rank, "") if self.session else ""
+    def node(self, token: str, rank: int) -> str:
+        """The node of a rank, if the session is the one of now."""
+        return self.session.nodes.get(rank, "") if self.session and self.session.token == token else ""
 
     def is_member(self, token: str, rank: int) -> bool:
         """Whether the rank's client lives and belongs to that session, which is the one of now."""

@@ -15,7 +15,7 @@ import threading
 import time
 from functools import partial
 
-from ckpt_proto.errors import FailureReport, SidecarUnreachable
+from ckpt_proto.errors import FailureReport, RemoteProtocolError, SidecarUnreachable
 from ckpt_proto.identity import SaveKey
 from ckpt_proto.messages import (
     Aborted,
@@ -59,6 +59,9 @@ ANSWER_TIMEOUT_S = 30.0
 RESTORE_TIMEOUT_S = 3600.0
 """How long the step to restore may wait for a save that an earlier life of the job staged and that is being written."""
 
+HELLO_AGAIN_S = 5.0
+"""A Hello that has not been answered for so long was lost with a sidecar that died."""
+
 SILENT_S = 3.0
 """No answer to heartbeats for so long, and nobody holding the job's lock: the sidecar is dead."""
 
@@ -80,6 +83,7 @@ class Connection:
         self._farewell = False
         self._torch_version = ""
         self._starting = False
+        self._hello_sent_s = -HELLO_AGAIN_S
         self.saves = SavesInFlight(self._callbacks)
         self.pool = RegionPool(config.slots)
         self.exchange = PlanExchange(self.send, config.stage_timeout_s)
@@ -245,6 +249,9 @@ class Connection:
             self._changed.notify_all()
 
     def _on_refused(self, refused: Refused) -> None:
+        if self.session and refused.failure.kind == RemoteProtocolError.__name__:
+            logger.error("the sidecar could not read a message of this client: %s", refused.failure)
+            return
         self._refused = refused
         if self.session:  # refused when it came back to a restarted sidecar: nothing can be saved by this client
             logger.error("the sidecar refuses to go on with this client: %s", refused.failure)
@@ -286,8 +293,10 @@ class Connection:
         self._fail_all("LinkFailed", f"the link to the sidecar failed ({error})", "this is a bug; restart the job")
 
     def _on_pong(self, pong: Pong) -> None:
-        if not pong.known:
-            self._link.send(self._hello())
+        if pong.known or time.monotonic() - self._hello_sent_s < HELLO_AGAIN_S:
+            return  # heartbeats that queued while the sidecar was away are all answered alike: one Hello will do
+        self._hello_sent_s = time.monotonic()
+        self._link.send(self._hello())
 
     def _on_committed(self, message: Committed) -> None:
         step = message.save.step

@@ -1,0 +1,140 @@
+"""For every test: a clean environment before it, nothing left behind after it. For some: real sidecars and ranks.
+
+One sidecar serves all tests of a file that need nothing special of it, each with its own directory and so its own
+session: every further one costs the two seconds of torch's import. What imports torch is imported by the fixtures that
+need it, so that tests without it stay quick.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from testkit.leaks import left_since, private_shm_root, snapshot
+
+if TYPE_CHECKING:
+    from testkit.ranks import RankStarter
+    from testkit.sidecars import Sidecar
+
+_LAUNCHER_VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+_LAUNCHER_PREFIXES = ("CKPT_SIDECAR_", "TORCHELASTIC_", "PET_")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Stock ``dcp.load`` warns where there is no process group."""
+    config.addinivalue_line("filterwarnings", "ignore:torch.distributed is disabled:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test sees a launcher's variables of the shell that runs the tests."""
+    for name in list(os.environ):
+        if name in _LAUNCHER_VARIABLES or name.startswith(_LAUNCHER_PREFIXES):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """After each test this process has the descriptors, threads and children that it had before."""
+    before = snapshot()
+    yield
+    left = left_since(before)
+    assert not left, f"the test has left behind: {left}"
+
+
+@pytest.fixture
+def shm_root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """This test's own shared memory, for clients and sidecars alike; empty again and served by nobody at the end."""
+    with private_shm_root() as root:
+        monkeypatch.setenv("CKPT_SIDECAR_SHM_ROOT", str(root))
+        yield root
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankStarter]:
+    """Starts ranks that may import everything."""
+    from testkit.ranks import RankStarter
+
+    starter = RankStarter(tmp_path_factory.mktemp("ranks"))
+    yield starter
+    starter.close()
+
+
+@pytest.fixture(scope="session")
+def stock_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankStarter]:
+    """Starts ranks that cannot import our packages."""
+    from testkit.ranks import RankStarter
+
+    starter = RankStarter(tmp_path_factory.mktemp("stock"), stock=True)
+    yield starter
+    starter.close()
+
+
+@pytest.fixture(scope="module")
+def file_sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
+    """The sidecar of one test file; tests use it through ``sidecar``."""
+    from testkit.sidecars import Sidecar
+
+    with private_shm_root() as root:
+        sidecar = Sidecar(root, tmp_path_factory.mktemp("sidecar") / "sidecar.log")
+        try:
+            yield sidecar
+        finally:
+            code = sidecar.stop()
+    assert code == 0, sidecar.log.read_text()[-4000:]
+
+
+@pytest.fixture
+def sidecar(file_sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> Sidecar:
+    """The file's sidecar; a client made in this test uses it."""
+    for name, value in file_sidecar.environment.items():
+        monkeypatch.setenv(name, value)
+    return file_sidecar
+
+
+@pytest.fixture
+def start_sidecar(shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Sidecar]]:
+    """Starts sidecars of this test alone, with options; the last one is used by clients made in this test."""
+    from testkit.sidecars import Sidecar
+
+    started: list[Sidecar] = []
+
+    def start(**options: Any) -> Sidecar:
+        sidecar = Sidecar(shm_root, tmp_path / "sidecar.log", **options)
+        started.append(sidecar)
+        for name, value in sidecar.environment.items():
+            monkeypatch.setenv(name, value)
+        return sidecar
+
+    yield start
+    for sidecar in started:
+        sidecar.stop()
+        print(sidecar.log.read_text()[-4000:])
+
+
+@pytest.fixture(scope="session")
+def sharded_saves(tmp_path_factory: pytest.TempPathFactory, ranks: RankStarter) -> dict[str, tuple[Path, Path]]:
+    """``(ours, stock's)`` of the same sharded state, saved on a 1-D mesh of two ranks and on a 2x2 mesh."""
+    from testkit.sharded_states import SAVED_1D, SAVED_2D, save_sharded
+    from testkit.sidecars import Sidecar
+
+    found = {}
+    with private_shm_root() as root:
+        sidecar = Sidecar(root, tmp_path_factory.mktemp("sidecar") / "sidecar.log")
+        try:
+            for name, mesh_shape, placements in (("1d", (2,), SAVED_1D), ("2d", (2, 2), SAVED_2D)):
+                folder = tmp_path_factory.mktemp(name)
+                ours, stock = folder / "ours", folder / "stock"
+                arguments = (str(ours), str(stock), mesh_shape, placements)
+                world_size = len(mesh_shape) * 2
+                ranks.run(save_sharded, world_size, *arguments, group=True, environment=sidecar.environment)
+                found[name] = (ours / "step-2", stock)
+        finally:
+            sidecar.stop()
+    return found
