@@ -87,34 +87,30 @@ class ShardWriter:
             file.close()
 
     def _stream(self, file: DataFile, nbytes: int, sweep: CrcSweep, view: memoryview, progress: Progress) -> None:
-        in_flight: deque[Future[int]] = deque()
+        in_flight: deque[Future[None]] = deque()
         try:
-            for start in range(0, nbytes, WINDOW_BYTES):
-                stop = min(start + WINDOW_BYTES, nbytes)
+            window_bytes = self._throttle.window_bytes(WINDOW_BYTES)
+            for start in range(0, nbytes, window_bytes):
+                stop = min(start + window_bytes, nbytes)
                 sweep.advance(stop)
                 while len(in_flight) >= WINDOWS_IN_FLIGHT:
-                    self._landed(in_flight.popleft(), progress)
+                    in_flight.popleft().result()
                 if progress.cancelled.wait(self._throttle.delay_s(stop - start)):
                     raise ShardCancelled(f"writing stopped at {start} of {nbytes} bytes")
-                in_flight.append(self._io.submit(self._write_window, file, view, start, stop))
+                in_flight.append(self._io.submit(self._write_window, file, view, start, stop, progress))
             sweep.advance(nbytes)
             while in_flight:
-                self._landed(in_flight.popleft(), progress)
+                in_flight.popleft().result()
         finally:
             for future in in_flight:
                 future.exception()
 
-    def _landed(self, window: Future[int], progress: Progress) -> None:
-        progress.written_bytes += window.result()
-        progress.moved_s = self._clock()
-
-    @staticmethod
-    def _write_window(file: DataFile, view: memoryview, start: int, stop: int) -> int:
+    def _write_window(self, file: DataFile, view: memoryview, start: int, stop: int, progress: Progress) -> None:
         # A direct write needs whole blocks: what lies behind the end of the file in the last one is cut off again.
         # A slice is released before the mapping may be closed.
         with view[start : round_to_pages(stop) if file.is_direct else stop] as window:
             file.write_at(window, start)
-        return stop - start
+        progress.advance(stop - start, self._clock())
 
 
 def _create(path: Path, nbytes: int) -> DataFile:

@@ -6,6 +6,9 @@ import threading
 import time
 from collections.abc import Callable
 
+BLOCK_BYTES = 4096
+SMALLEST_WINDOW_BYTES = 16 * BLOCK_BYTES
+
 
 class Throttle:
     """A token bucket over bytes; ``bytes_per_s`` of None means no cap. Thread-safe.
@@ -18,6 +21,12 @@ class Throttle:
         self._clock = clock
         self._lock = threading.Lock()
         self._free_at_s = clock()
+
+    def window_bytes(self, largest: int) -> int:
+        """How much to write at once, whole blocks: about a second's worth, so that a capped write keeps moving."""
+        if self._bytes_per_s is None:
+            return largest
+        return max(SMALLEST_WINDOW_BYTES, min(largest, int(self._bytes_per_s) // BLOCK_BYTES * BLOCK_BYTES))
 
     def delay_s(self, nbytes: int) -> float:
         """Book ``nbytes`` and return how long to wait before writing them."""

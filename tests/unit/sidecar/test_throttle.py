@@ -52,3 +52,11 @@ def test_several_writers_share_one_cap() -> None:
     with ThreadPoolExecutor(8) as writers:
         delays = sorted(writers.map(throttle.delay_s, [1] * 512))
     assert delays == [index / 64.0 for index in range(512)]
+
+
+def test_a_window_is_about_a_seconds_worth_in_whole_blocks() -> None:
+    largest = 8 << 20
+    assert Throttle(None).window_bytes(largest) == largest
+    assert Throttle(1e12).window_bytes(largest) == largest
+    assert Throttle(1_000_000.0).window_bytes(largest) == 1_000_000 // 4096 * 4096
+    assert Throttle(1.0).window_bytes(largest) == 64 << 10
