@@ -88,6 +88,7 @@ class Connection:
         self.pool = RegionPool(config.slots)
         self.exchange = PlanExchange(self.send, config.stage_timeout_s)
         self.plan_epoch = 0
+        self._replanned_seq = -1
         self.committed_steps: set[int] = set()
         self.session = ""
         self.epoch = 0
@@ -305,7 +306,8 @@ class Connection:
         self._callbacks.submit(partial(self._hooks.tell, step, message.checkpoint_id))
 
     def _on_aborted(self, message: Aborted) -> None:
-        if message.replan:
+        if message.replan and message.save.seq > self._replanned_seq:
+            self._replanned_seq = message.save.seq  # an order that is repeated must not cost the plan made since
             self.plan_epoch += 1
         self.exchange.on_message(message)
         self.pool.wake()

@@ -67,10 +67,6 @@ class SavesInFlight:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._lock:
             handles = list(self._handles.values())
-        told = threading.Event()
-        self._callbacks.submit(told.set)  # what has arrived is resolved on that thread, perhaps not yet
-        if not told.wait(timeout_s):
-            raise TimeoutError(f"a callback or hook of an earlier save has not returned within {timeout_s} s")
         for handle in handles:
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
@@ -78,3 +74,7 @@ class SavesInFlight:
             except FutureTimeout:
                 late = who_is_late(handle._save)
                 raise TimeoutError(f"step {handle.step} is still in flight after {timeout_s} s: {late}") from None
+        told = threading.Event()
+        self._callbacks.submit(told.set)  # what has arrived is resolved on that thread, perhaps not yet
+        if not told.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
+            raise TimeoutError(f"a callback or hook of an earlier save has not returned within {timeout_s} s")

@@ -88,7 +88,7 @@ class Stager:
         cached = self._plan if self._plan_epoch == epoch else None
         if cached is not None and state.fits(cached):
             return cached
-        old = cached.structure if cached is not None else None
+        old = self._plan.structure if self._plan is not None else None
         changed = changed_keys(old, state.structure) if state.structure is not None else ()
         self._plan = self._connection.exchange.exchange(save, state, changed)
         self._plan_epoch = epoch  # as it was before: what was said meanwhile may have been about this plan
