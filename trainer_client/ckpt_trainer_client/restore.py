@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from ckpt_proto.checkpoint_layout import METADATA_NAME, checkpoint_id, step_of
 from ckpt_trainer_client.errors import LoadFailed, NoCheckpoint
 
 PER_RANK_KEY = "per_rank"
+SHOWN_KEYS = 5
+
+logger = logging.getLogger(__name__)
 
 
 def committed_steps(directory: str) -> list[int]:
@@ -41,16 +46,31 @@ def load_step(
         what = "exists but was never committed" if Path(where).exists() else "does not exist"
         raise NoCheckpoint(f"{where} {what}; committed steps in {directory}: {known or 'none'}")
     whole = with_per_rank(state_dict, per_rank, rank)
+    planner = DefaultLoadPlanner()
     with warnings.catch_warnings():
         # Loading in one process without a process group is meant, not an oversight.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
-            load(whole, checkpoint_id=where)
+            load(whole, checkpoint_id=where, planner=planner)
         except CheckpointException as error:
             # It derives from BaseException, so a trainer's `except Exception` would miss it.
             raise LoadFailed(f"{where} could not be loaded: {_first_cause(error)}") from error
+    _warn_of_leftovers(planner, where)
     # dcp.load assigns what is no tensor to the dict that it was given.
     state_dict.update((key, whole[key]) for key in state_dict)
+
+
+def _warn_of_leftovers(planner: DefaultLoadPlanner, where: str) -> None:
+    """DCP loads what the state dict asks for. Asking for less is legal, but often an optimizer without its state."""
+    assert planner.metadata is not None
+    left = [
+        key
+        for key in planner.metadata.state_dict_metadata
+        if key not in planner.state_dict and not key.startswith(f"{PER_RANK_KEY}.")
+    ]
+    if left:
+        named = ", ".join(left[:SHOWN_KEYS]) + (", ..." if len(left) > SHOWN_KEYS else "")
+        logger.warning("%s has %d keys that were not asked for and so not loaded: %s", where, len(left), named)
 
 
 def _first_cause(error: CheckpointException) -> str:

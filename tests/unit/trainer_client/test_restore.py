@@ -209,3 +209,13 @@ def test_a_process_group_is_used_where_there_is_one(tmp_path: Path, monkeypatch:
     state = {"a": 0}
     load_step(state, str(tmp_path), 5)
     assert state == {"a": 1}
+
+
+def test_keys_that_were_not_asked_for_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An optimizer without its state is asked for by mistake more often than on purpose."""
+    commit(tmp_path, 7, {"model": {"w": torch.ones(2)}, "optim": {"exp_avg": torch.ones(2)}})
+    load_step({"model": {"w": torch.zeros(2)}}, str(tmp_path), 7)
+    assert "1 keys that were not asked for and so not loaded: optim.exp_avg" in caplog.text
+    caplog.clear()
+    load_step({"model": {"w": torch.zeros(2)}, "optim": {"exp_avg": torch.zeros(2)}}, str(tmp_path), 7)
+    assert "not asked for" not in caplog.text
