@@ -30,7 +30,7 @@ from ckpt_trainer_client.errors import (
     UnsupportedLeaf,
 )
 from ckpt_trainer_client.planning import PlanningState
-from ckpt_trainer_client.restore import committed_steps, load_step, with_per_rank
+from ckpt_trainer_client.restore import committed_steps, is_committed, load_step, with_per_rank
 from ckpt_trainer_client.save_handle import SaveHandle
 from ckpt_trainer_client.stager import Stager
 
@@ -187,7 +187,11 @@ class CheckpointClient:
 
     def _check_step(self, save: SaveKey, overwrite: bool) -> None:
         self._connection.exchange.raise_if_aborted(save)
-        if not overwrite and save.step in self._connection.committed_steps:
+        known = self._connection.committed_steps
+        if not overwrite and save.step in known:
+            if not is_committed(self._config.directory, save.step):
+                known.discard(save.step)  # somebody has removed it since
+                return
             raise AlreadyCommitted(
                 f"step {save.step} is committed already in {self.checkpoint_id(save.step)}: pass overwrite=True to "
                 "replace it"
@@ -221,7 +225,11 @@ class CheckpointClient:
             SidecarUnreachable: the coordinator does not answer.
         """
         self._check_usable()
-        return self._connection.ask_restore_step()
+        step = self._connection.ask_restore_step()
+        if step is not None and not is_committed(self._config.directory, step):
+            logger.warning("step %d has been removed from %s since it was committed", step, self._config.directory)
+            step = max(self.steps(), default=None)
+        return step
 
     def steps(self) -> list[int]:
         """The committed steps in the directory now, ascending."""

@@ -94,6 +94,8 @@ class ClientConfig:
 def absolute_directory(directory: str | os.PathLike[str]) -> str:
     """``directory`` as an absolute path; a URL is refused instead of becoming a folder called ``s3:``."""
     text = os.fspath(directory)
+    if not text:
+        raise ValueError("the checkpoint directory is empty; give a path, '.' for the working directory")
     if "://" in text:
         raise ValueError(f"{text} is a URL; this release saves to file systems only")
     return os.path.abspath(text)

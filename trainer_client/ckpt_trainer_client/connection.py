@@ -107,6 +107,7 @@ class Connection:
         try:
             self._handshake(time.monotonic() + self._config.connect_timeout_s)
         except BaseException:
+            self._link.send(Goodbye())  # it may know us all the same, and would take the next client for a second one
             self._callbacks.close(ANSWER_TIMEOUT_S)
             self._link.close()
             raise

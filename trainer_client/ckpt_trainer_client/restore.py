@@ -28,7 +28,12 @@ def committed_steps(directory: str) -> list[int]:
     except FileNotFoundError:
         return []
     steps = [step for step in map(step_of, names) if step is not None]
-    return sorted(step for step in steps if (Path(checkpoint_id(directory, step)) / METADATA_NAME).exists())
+    return sorted(step for step in steps if is_committed(directory, step))
+
+
+def is_committed(directory: str, step: int) -> bool:
+    """Whether the step has a ``.metadata`` now."""
+    return (Path(checkpoint_id(directory, step)) / METADATA_NAME).exists()
 
 
 def load_step(
@@ -41,7 +46,7 @@ def load_step(
         LoadFailed: it does not fit the state dict, or cannot be read; the text has the first rank's reason.
     """
     where = checkpoint_id(directory, step)
-    if not (Path(where) / METADATA_NAME).exists():
+    if not is_committed(directory, step):
         known = committed_steps(directory)
         what = "exists but was never committed" if Path(where).exists() else "does not exist"
         raise NoCheckpoint(f"{where} {what}; committed steps in {directory}: {known or 'none'}")

@@ -716,3 +716,12 @@ def test_an_offered_region_is_the_one_that_was_asked_for(node: Node) -> None:
     ready = node.table.ranks[0].slots[0].ready
     assert isinstance(ready, RegionReady)
     assert (ready.plan_id, ready.slot, ready.generation) == (PLAN_ID, 0, 1)
+
+
+def test_a_hello_that_is_said_twice_on_one_connection_is_one_client() -> None:
+    """A client says it again when it has had no answer; libzmq may deliver the first one late, to the next sidecar."""
+    node = Node()
+    assert of_type(node.says(0, hello(0, 2)), ToCoordinator)
+    assert node.says(0, hello(0, 2)) == []
+    (refused,) = of_type(node.says(0, hello(0, 2), peer=b"another"), Send)
+    assert isinstance(refused.message, Refused)

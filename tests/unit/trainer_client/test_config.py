@@ -160,3 +160,8 @@ def test_a_relative_directory_is_made_absolute(monkeypatch: pytest.MonkeyPatch, 
 def test_a_url_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match=f"{url} is a URL"):
         absolute_directory(url)
+
+
+def test_an_empty_directory_is_not_the_working_directory() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        ClientConfig.from_env("")
