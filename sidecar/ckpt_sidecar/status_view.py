@@ -10,6 +10,9 @@ _UNDER_WAY = (ShardState.QUEUED.value, ShardState.WRITING.value)
 _OPEN = (CheckpointState.OPEN.value, CheckpointState.COMPLETE.value)
 
 
+SHOWN_RANKS = 8
+
+
 def readable_bytes(nbytes: float) -> str:
     """``1.5 GiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -24,7 +27,11 @@ def describe_pending(status: SidecarStatus) -> str:
     shards = [shard for shard in status.shards if shard.state in _UNDER_WAY]
     attempts = [attempt for attempt in status.checkpoints if attempt.state in _OPEN]
     if not shards and not attempts:
-        return "nothing is under way"
+        living = [f"rank {rank.rank} (pid {rank.pid})" for rank in status.ranks if rank.alive]
+        if not living:
+            return "nothing is under way"
+        shown = ", ".join(living[:SHOWN_RANKS]) + (", ..." if len(living) > SHOWN_RANKS else "")
+        return f"nothing is being written, but {len(living)} rank(s) are still connected: {shown}"
     parts = [
         f"step {attempt.step}: {attempt.persisted_ranks} of {attempt.world_size} ranks persisted"
         for attempt in attempts

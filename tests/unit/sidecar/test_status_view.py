@@ -170,3 +170,11 @@ def test_only_the_newest_attempts_are_shown() -> None:
     status = replace(QUIET, checkpoints=tuple(attempt("committed", 4, 4, step) for step in range(10)))
     shown = [line.split()[2] for line in describe(status).splitlines() if line.startswith("  save ")]
     assert shown == ["5:", "6:", "7:", "8:", "9:"]
+
+
+def test_ranks_that_hold_up_a_drain_are_named() -> None:
+    idle = replace(
+        QUIET, shards=(), checkpoints=(), ranks=(RankStatus(3, 4711, True, ()), RankStatus(4, 4712, False, ()))
+    )
+    assert describe_pending(idle) == "nothing is being written, but 1 rank(s) are still connected: rank 3 (pid 4711)"
+    assert describe_pending(replace(idle, ranks=())) == "nothing is under way"
