@@ -69,6 +69,12 @@ class Attempt:
         return [rank for rank in range(self.world_size) if rank not in self.staged]
 
     @property
+    def awaited_ranks(self) -> list[int]:
+        """Unstaged ranks that it is up to: while plans are collected, not those that have proposed theirs and wait."""
+        waiting = self.proposals if len(self.proposals) < self.world_size else {}
+        return [rank for rank in self.unstaged_ranks if rank not in waiting]
+
+    @property
     def unpersisted_ranks(self) -> list[int]:
         """Ranks whose data file is not durable."""
         return [rank for rank in range(self.world_size) if rank not in self.persisted]
@@ -83,7 +89,7 @@ class Attempt:
         if not self.is_open or self.publishing:
             return []
         if self.unstaged_ranks and age_s > self.stage_timeout_s:
-            return [(rank, f"has not staged step {step} after {age_s:.0f} s") for rank in self.unstaged_ranks]
+            return [(rank, f"has not staged step {step} after {age_s:.0f} s") for rank in self.awaited_ranks]
         if self.state is CheckpointState.OPEN and age_s > PERSIST_TIMEOUT_S:
             return [(rank, f"has not persisted step {step} after {age_s:.0f} s") for rank in self.unpersisted_ranks]
         if self.asked_s is not None and now_s - self.asked_s > DECIDE_TIMEOUT_S:

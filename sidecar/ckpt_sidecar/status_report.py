@@ -126,7 +126,7 @@ def _checkpoint_status(attempt: Attempt, session: Session | None, now_s: float) 
 
 def _late(attempt: Attempt, name: Callable[[int], str]) -> list[str]:
     if attempt.unstaged_ranks:
-        return [f"{name(rank)} has not staged" for rank in attempt.unstaged_ranks[:SHOWN_LATE_RANKS]]
+        return [f"{name(rank)} has not staged" for rank in attempt.awaited_ranks[:SHOWN_LATE_RANKS]]
     if attempt.unpersisted_ranks:
         return [f"{name(rank)} has not persisted" for rank in attempt.unpersisted_ranks[:SHOWN_LATE_RANKS]]
     return ["the coordinator is publishing" if attempt.publishing else f"{name(0)} has not decided on the commit"]

@@ -863,3 +863,10 @@ def test_a_failure_of_an_earlier_life_is_not_put_on_a_node_of_this_one(two: Coor
     (answer, *_) = [action.message for action in two.at(1, ReportFailure(SAVE, FAILURE)) if isinstance(action, ToRank)]
     assert isinstance(answer, Aborted)
     assert answer.failures[0].node == ""
+
+
+def test_a_rank_that_waits_for_the_plans_of_others_is_not_the_late_one(two: Coordinator) -> None:
+    two.at(0, propose(SAVE))
+    two.now_s += STAGE_TIMEOUT_S + 1
+    (failure,) = aborts(two.do(Tick()))[0].failures
+    assert failure.message.startswith("rank 1 on node-1 has not staged step 100")
