@@ -96,7 +96,7 @@ def _touch(path: Path, nbytes: int) -> None:
 def _no_room(path: Path, needed: int) -> NotEnoughSharedMemory:
     return NotEnoughSharedMemory(
         f"{path.parent} has {free_bytes(path.parent)} bytes free, the region {path.name} needs {needed} more: "
-        "enlarge /dev/shm (in a container: --shm-size, or an emptyDir with medium Memory), or use slots=1"
+        "enlarge that file system (in a container: --shm-size, or an emptyDir with medium Memory), or use slots=1"
     )
 
 

@@ -21,7 +21,8 @@ PERSIST_TIMEOUT_S: Final = 7200.0
 
 @dataclass
 class Attempt:
-    """An attempt. ``asked_s`` is when rank 0 was asked to commit; ``publishing`` while a worker publishes.
+    """An attempt. ``asked_s`` is when rank 0 was asked to commit; ``approved`` is by whom the commit was
+    ordered; ``publishing`` while a worker publishes.
 
     ``keys`` holds the key under which each rank called ``save()``: they differ only if the ranks disagree on the step.
     ``replan``: an aborted attempt whose ranks must forget their plan.
@@ -44,6 +45,7 @@ class Attempt:
     skipped: bool = False
     replan: bool = False
     asked_s: float | None = None
+    approved: str = ""
     publishing: bool = False
     ended_s: float | None = None
     story: list[str] = field(default_factory=list)
@@ -86,7 +88,7 @@ class Attempt:
     def overdue(self, now_s: float) -> list[tuple[int, str]]:
         """Ranks that are late and what each has not done; empty while nobody is."""
         age_s, step = now_s - self.opened_s, self.save.step
-        if not self.is_open or self.publishing:
+        if not self.is_open or self.approved:
             return []
         if self.unstaged_ranks and age_s > self.stage_timeout_s:
             return [(rank, f"has not staged step {step} after {age_s:.0f} s") for rank in self.awaited_ranks]

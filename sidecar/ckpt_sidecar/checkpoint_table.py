@@ -124,7 +124,7 @@ class CheckpointTable:
         attempt.keys.setdefault(rank, save)
         if not attempt.is_open:
             return self._answer_late(attempt, rank)
-        if attempt.publishing:
+        if attempt.approved:
             return []
         failures = self._impossible(attempt, rank, message)
         return self._abort(attempt, failures, now_s) if failures else self._progress(attempt, rank, message, now_s)
@@ -169,7 +169,7 @@ class CheckpointTable:
             for attempt in self.attempts.values()
             if attempt.save.session == hello.session
             and attempt.state is CheckpointState.COMPLETE
-            and not attempt.publishing
+            and not attempt.approved
         ]
 
     def _ask_commit(self, attempt: Attempt) -> Action:
@@ -185,7 +185,7 @@ class CheckpointTable:
             attempt.tell(now_s, f"rank {rank} left{': ' + reason if reason else ''}")
             if rank not in attempt.staged:
                 actions += self._abort(attempt, [self._lost(attempt.save, rank, reason)], now_s)
-            elif rank == 0 and attempt.asked_s is not None and not attempt.publishing:
+            elif rank == 0 and attempt.asked_s is not None and not attempt.approved:
                 actions += self._publish(attempt, now_s, "rank 0 is gone")
         return actions
 
@@ -259,7 +259,7 @@ class CheckpointTable:
         attempt.tell(now_s, f"aborted: {'; '.join(map(str, failures))}")
         self.counters.count_aborted(skipped=attempt.skipped)
         told = [ToRank(rank, attempt.aborted_for(rank)) for rank in range(attempt.world_size)]
-        return [*told, *self._answer_if_settled()]
+        return [*told, *self._answer_if_settled(), *self._publish_approved(now_s)]
 
     # ------------------------------------------------------------ plans
 
@@ -323,11 +323,32 @@ class CheckpointTable:
         if self._is_superseded(attempt):
             text = f"the restarted job has begun to save step {attempt.save.step} itself"
             return self._abort(attempt, [FailureReport("Superseded", text)], now_s)
-        attempt.publishing = True
-        attempt.tell(now_s, f"publishing: {why}")
-        counts = self._plans.entry_counts(attempt.plan_id)
-        save, directory, world_size = attempt.save, attempt.directory, attempt.world_size
-        return [Publish(save, directory, world_size, attempt.plan_id, counts, attempt.overwrite)]
+        attempt.approved = why
+        attempt.tell(now_s, f"to be published: {why}")
+        return self._publish_approved(now_s)
+
+    def _publish_approved(self, now_s: float) -> list[Action]:
+        """Publish what may be; attempts at one step in their order: a later one removes the files of earlier ones."""
+        actions: list[Action] = []
+        for attempt in self.attempts.values():
+            if not attempt.approved or not attempt.is_open or attempt.publishing or self._earlier_is_open(attempt):
+                continue
+            attempt.publishing = True
+            attempt.tell(now_s, "publishing")
+            counts = self._plans.entry_counts(attempt.plan_id)
+            save, directory, world_size = attempt.save, attempt.directory, attempt.world_size
+            actions.append(Publish(save, directory, world_size, attempt.plan_id, counts, attempt.overwrite))
+        return actions
+
+    def _earlier_is_open(self, attempt: Attempt) -> bool:
+        save = attempt.save
+        return any(
+            other.is_open
+            and other.save.session == save.session
+            and other.save.seq < save.seq
+            and (other.save.step, other.directory) == (save.step, attempt.directory)
+            for other in self.attempts.values()
+        )
 
     def _is_superseded(self, attempt: Attempt) -> bool:
         """Whether a later life of the job saves the same step: an earlier life's attempt must not replace that one."""
@@ -350,7 +371,7 @@ class CheckpointTable:
         self.counters.count_committed(save.step, now_s)
         where = checkpoint_id(attempt.directory, save.step)
         told = [ToRank(rank, Committed(save, where)) for rank in range(attempt.world_size)]
-        return [*told, *self._answer_if_settled()]
+        return [*told, *self._answer_if_settled(), *self._publish_approved(now_s)]
 
     # ------------------------------------------------------------ time
 

@@ -89,7 +89,12 @@ class Daemon:
         self._idle_since_s = time.monotonic()
 
     def run(self) -> int:
-        """Serve until told to stop; returns the exit code: 0 after a complete drain, 1 if it was cut short."""
+        """Serve until told to stop.
+
+        Returns:
+            The exit code: 0 after a complete drain; 1 if it was cut short, or if what a rank had staged could not be
+            saved and no rank was left to be told.
+        """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         lower_priority(self._config.nice)
@@ -235,8 +240,10 @@ class Daemon:
         return time.monotonic() - self._idle_since_s > limit_s
 
     def _stop(self) -> int:
-        complete = not (self._jobs.is_busy or self._checkpoints.is_busy)
-        logger.info("stopping %s", "after a complete drain" if complete else "with work under way: it is lost")
+        cut_short = self._jobs.is_busy or self._checkpoints.is_busy
+        logger.info("stopping %s", "with work under way: it is lost" if cut_short else "after a complete drain")
+        for save, why in self._jobs.lost.items():
+            logger.error("step %d was staged but could not be saved, and no rank was left to tell: %s", save.step, why)
         self._server.close()
         self._runner.close()
         os.close(self._wake_fd)
@@ -246,7 +253,7 @@ class Daemon:
         except OSError:
             pass  # another job of this user has its directory there
         self._lock.release()
-        return EXIT_OK if complete else EXIT_ABORTED
+        return EXIT_ABORTED if cut_short or self._jobs.lost else EXIT_OK
 
     def _remove_leftovers(self) -> None:
         """Regions and socket of a sidecar that died; nobody else can use them while this one holds the lock."""

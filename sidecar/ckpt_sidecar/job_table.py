@@ -95,6 +95,7 @@ class JobTable:
         self.ranks: dict[int, RankRecord] = {}
         self.jobs: dict[tuple[int, SaveKey], ShardJob] = {}
         self.written_bytes = 0
+        self.lost: dict[SaveKey, str] = {}
         self._forgotten: dict[tuple[int, str], int] = {}
 
     # ------------------------------------------------------------ questions
@@ -194,6 +195,8 @@ class JobTable:
         actions: list[Action] = []
         if isinstance(message, Aborted):
             actions += self._abort_job(rank, message.save)
+        if isinstance(message, (Aborted, Committed)):
+            self._remember_lost(rank, message)
         if record is None or not record.alive:
             return actions
         if isinstance(message, Welcome):
@@ -313,6 +316,16 @@ class JobTable:
         if is_terminal(SHARD, job.state):
             return []
         return [CancelShard(rank, save)]
+
+    def _remember_lost(self, rank: int, message: Aborted | Committed) -> None:
+        """What was staged and could not be saved, when nobody was left to be told. A later commit makes it history."""
+        if isinstance(message, Committed):
+            self.lost.clear()
+            return
+        record = self.ranks.get(rank)
+        told = record is not None and record.alive and record.session == message.save.session
+        if (rank, message.save) in self.jobs and not told and not message.skipped:
+            self.lost[message.save] = "; ".join(map(str, message.failures))
 
     def _release(self, rank: int, job: ShardJob) -> list[Action]:
         record = self.ranks[rank]

@@ -40,6 +40,7 @@ class Sidecar:
         self.log = log
         self._supervised = supervised
         self._entry = entry
+        options.setdefault("nice", 0)  # a test waits for it, and the machine may be busy with others
         self._flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
         self.start()
 

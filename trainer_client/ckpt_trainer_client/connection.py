@@ -83,6 +83,7 @@ class Connection:
         self._farewell = False
         self._torch_version = ""
         self._starting = False
+        self._closing = False
         self._hello_sent_s = -HELLO_AGAIN_S
         self.saves = SavesInFlight(self._callbacks)
         self.pool = RegionPool(config.slots)
@@ -324,7 +325,7 @@ class Connection:
             return
         if silent_s > self._config.connect_timeout_s:
             self._fail_all("SidecarLost", f"no sidecar ran for {silent_s:.0f} s", "see the sidecar's log")
-        if not (self._starting or self._config.supervised):
+        if not (self._starting or self._closing or self._config.supervised):
             self._starting = True
             self._callbacks.submit(self._restart_sidecar)
 
@@ -339,12 +340,18 @@ class Connection:
 
     def close(self) -> None:
         """Say goodbye and end both threads; a sidecar that is away is not waited for."""
-        patience_s = ANSWER_TIMEOUT_S if sidecar_runs(self._config.runtime_dir) else 0.0
+        self._closing = True
         self._link.send(Goodbye())
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._farewell, patience_s):
-                logger.warning("closed without the sidecar's farewell: it is away")
+        if not self._await_farewell(time.monotonic() + ANSWER_TIMEOUT_S):
+            logger.warning("closed without the sidecar's farewell: it is away")
         try:
             self._callbacks.close(ANSWER_TIMEOUT_S)
         finally:
             self._link.close()
+
+    def _await_farewell(self, deadline: float) -> bool:
+        with self._changed:
+            while not self._farewell and time.monotonic() < deadline:
+                if not self._changed.wait(0.5) and not sidecar_runs(self._config.runtime_dir):
+                    return self._farewell
+            return self._farewell

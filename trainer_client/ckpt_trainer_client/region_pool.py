@@ -229,5 +229,7 @@ class RegionPool:
 
 
 def _refused(refusal: RegionRefused) -> RegionError:
-    kind = NotEnoughSharedMemory if refusal.failure.kind == NotEnoughSharedMemory.__name__ else RegionError
-    return kind(str(refusal.failure))
+    failure = refusal.failure
+    if failure.kind == NotEnoughSharedMemory.__name__:
+        return NotEnoughSharedMemory(failure.message)
+    return RegionError(f"the sidecar could not make the region: {failure.kind}: {failure.message}")

@@ -119,7 +119,7 @@ def test_too_little_room_is_found_before_anything_is_made_and_both_numbers_are_n
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(region, "free_bytes", lambda directory: 10_000)
-    with pytest.raises(NotEnoughSharedMemory, match=r"10000 bytes free, .*needs 20480 more.*enlarge /dev/shm"):
+    with pytest.raises(NotEnoughSharedMemory, match=r"10000 bytes free, .*needs 20480 more.*enlarge that file system"):
         reserve(path, 20_000)
     assert not path.exists()
 

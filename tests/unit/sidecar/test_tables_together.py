@@ -357,6 +357,78 @@ def test_the_files_of_a_committed_save_are_never_removed_by_an_old_seal(two: Wor
     assert two.take(RemoveShardFiles) == []
 
 
+def test_two_saves_of_one_step_are_published_in_their_order(two: World) -> None:
+    """Publishing the later one removes the files of earlier ones, which must not wait for their own commit then."""
+    first, second = key(1, step=7), key(2, step=7)
+    submit_all(two, first, slot=0)
+    submit_all(two, second, slot=1)
+    (early, late) = two.take(WriteShard, 0), two.take(WriteShard, 1)
+    for order in (early[1], late[1]):
+        two.at_node(ShardStarted(order.submit.rank, second))
+        two.at_node(ShardDurable(order.submit.rank, second, 1))
+    two.says(0, DecideCommit(second, True))
+    assert two.take(Publish) == []
+    for order in (early[0], late[0]):
+        two.at_node(ShardStarted(order.submit.rank, first))
+        two.at_node(ShardDurable(order.submit.rank, first, 1))
+    two.says(0, DecideCommit(first, True))
+    assert [order.save for order in two.orders if isinstance(order, Publish)] == [first]
+    two.published()
+    assert [order.save for order in two.orders if isinstance(order, Publish)] == [second]
+
+
+def test_a_save_of_one_step_does_not_wait_for_an_earlier_one_that_failed(two: World) -> None:
+    first, second = key(1, step=7), key(2, step=7)
+    submit_all(two, first, slot=0)
+    submit_all(two, second, slot=1)
+    for order in [order for order in two.take(WriteShard) if order.submit.save == second]:
+        two.at_node(ShardStarted(order.submit.rank, second))
+        two.at_node(ShardDurable(order.submit.rank, second, 1))
+    two.says(0, DecideCommit(second, True))
+    two.at_node(ShardStarted(1, first))
+    two.at_node(ShardBroken(1, first, FAILURE))
+    assert [order.save for order in two.orders if isinstance(order, Publish)] == [second]
+
+
+def test_a_staged_save_that_fails_when_nobody_is_left_is_remembered(two: World) -> None:
+    submit_all(two, SAVE)
+    two.dies(0)
+    two.dies(1)
+    two.take(WriteShard)
+    two.at_node(ShardStarted(0, SAVE))
+    two.at_node(ShardBroken(0, SAVE, FAILURE))
+    assert list(two.node.table.lost) == [SAVE]
+
+
+def test_a_later_commit_makes_a_lost_save_history(two: World) -> None:
+    submit_all(two, SAVE)
+    two.dies(0)
+    two.dies(1)
+    two.take(WriteShard)
+    two.at_node(ShardStarted(0, SAVE))
+    two.at_node(ShardBroken(0, SAVE, FAILURE))
+    two.connect_all(incarnation=1)
+    assert two.coordinator.table.session is not None
+    later = key(0, step=900, session=two.coordinator.table.session.token)
+    two.plan(later)
+    two.at_node(ShardStarted(1, SAVE))
+    two.at_node(ShardBroken(1, SAVE, FAILURE))
+    two.prepared()
+    submit_all(two, later)
+    two.written()
+    two.says(0, DecideCommit(later, True))
+    two.published()
+    assert two.node.table.lost == {}
+
+
+def test_a_failed_save_that_its_ranks_were_told_of_is_not_lost(two: World) -> None:
+    submit_all(two, SAVE)
+    two.take(WriteShard)
+    two.at_node(ShardStarted(0, SAVE))
+    two.at_node(ShardBroken(0, SAVE, FAILURE))
+    assert two.node.table.lost == {}
+
+
 # ---------------------------------------------------------------- any order
 
 
