@@ -169,9 +169,13 @@ class DecideCommit(Message):
 
 @dataclass(frozen=True)
 class AskRestoreStep(Message):
-    """Rank -> coordinator: which step do all ranks restore? ``ask`` counts the rank's asks. Answer: RestoreStep."""
+    """Rank -> coordinator: which step do all ranks restore? ``ask`` counts the rank's asks. Answer: RestoreStep.
+
+    ``session`` is the rank's own, so that one that is late is not told about the directory of the next session.
+    """
 
     ask: int
+    session: str = ""
 
 
 # ---------------------------------------------------------------- sidecar -> rank

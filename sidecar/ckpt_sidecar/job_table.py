@@ -169,8 +169,8 @@ class JobTable:
 
     def _hello(self, event: FromRank, hello: Hello) -> list[Action]:
         old = self.ranks.get(hello.rank)
-        if old is not None and old.alive and (old.peer, old.hello) == (event.peer, hello):
-            return []  # said twice on one connection, because the first had no answer yet: it will get one
+        if old is not None and old.alive and (old.peer, old.hello.pid) == (event.peer, hello.pid):
+            return []  # said twice on one connection, because the first had no answer yet: it gets one
         failure = refusal(hello, event.pid, old, self._job_id, self._torch_version, draining=self.draining)
         if failure is not None:
             return [Send(event.peer, Refused(failure.at(hello.rank, self._node)))]

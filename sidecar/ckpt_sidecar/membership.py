@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from ckpt_proto.errors import FailureReport
 from ckpt_proto.messages import AskRestoreStep, Hello, RankLeft, Refused, RestoreStep, Welcome
 from ckpt_sidecar.events import Action, OpenDirectory, ToRank
 from ckpt_sidecar.session import Session
+
+KEPT_SESSIONS: Final = 8
+"""Sessions remembered for ranks that are late to leave them."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class Membership:
         self._tokens: set[str] = set()
         self._joining: list[Hello] = []
         self._asking: list[tuple[int, AskRestoreStep]] = []
+        self._past: dict[str, Session] = {}
         self.session: Session | None = None
         self.steps: dict[str, set[int]] = {}
 
@@ -83,7 +88,9 @@ class Membership:
             session = None
         if session is None:
             session = self.session = Session.of(self._token_for(hello), hello)
-            self._asking.clear()
+            self._past[session.token] = session
+            for token in list(self._past)[:-KEPT_SESSIONS]:
+                del self._past[token]
         session.join(hello)
         steps = tuple(sorted(self.steps.get(session.directory, ())))
         welcome = Welcome(session.token, sidecar_id="", node=hello.node, torch_version="", committed_steps=steps)
@@ -130,12 +137,12 @@ class Membership:
 
     def answer(self) -> list[Action]:
         """Answer every question that is open."""
-        session = self.session
         asking, self._asking = self._asking, []
-        if session is None:
-            return []
         actions: list[Action] = []
         for rank, message in asking:
+            session = self._past.get(message.session, self.session)
+            if session is None:
+                continue
             newest = max(self.steps.get(session.directory, ()), default=None)
             actions.append(
                 ToRank(rank, RestoreStep(message.ask, session.restore_answers.setdefault(message.ask, newest)))

@@ -10,15 +10,24 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 
-class CallbackThread:
-    """`ckpt-callbacks`: runs what it is given, in order. Ended by :meth:`close`, after everything given before."""
+CALLBACKS = "ckpt-callbacks"
+DECISIONS = "ckpt-decide"
 
-    def __init__(self) -> None:
+
+class CallbackThread:
+    """Runs what it is given, in order. Ended by :meth:`close`, after everything given before.
+
+    `ckpt-callbacks` resolves futures and runs post-commit hooks; `ckpt-decide` runs pre-commit hooks, if there are any,
+    so that a commit does not wait for somebody's slow callback.
+    """
+
+    def __init__(self, name: str = CALLBACKS) -> None:
+        self._name = name
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def start(self) -> None:
         """Start the thread. It is a daemon thread: a trainer that forgets ``close()`` must still be able to exit."""
-        self._thread = threading.Thread(target=self._run, name="ckpt-callbacks", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._thread.start()
 
     def submit(self, work: Callable[[], None]) -> None:
@@ -35,11 +44,6 @@ class CallbackThread:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise TimeoutError(f"a callback or hook of a save has not returned within {timeout_s:.0f} s")
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the caller is on this thread."""
-        return threading.current_thread() is self._thread
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:

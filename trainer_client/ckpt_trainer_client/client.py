@@ -17,6 +17,7 @@ from ckpt_proto.checkpoint_layout import checkpoint_id
 from ckpt_proto.errors import AlreadyCommitted, FailureReport, report_of
 from ckpt_proto.identity import MAX_STEP, SaveKey
 from ckpt_proto.messages import ReportFailure, ReportSkip
+from ckpt_trainer_client.callback_thread import CALLBACKS, DECISIONS
 from ckpt_trainer_client.commit_hooks import PostCommitHook, PreCommitHook
 from ckpt_trainer_client.config import ClientConfig
 from ckpt_trainer_client.connection import Connection
@@ -313,7 +314,7 @@ class CheckpointClient:
             raise ClientClosed(f"this client belongs to process {self._pid}, this is its forked child {os.getpid()}")
         if self._closed:
             raise ClientClosed("the client has been closed")
-        if threading.current_thread().name == "ckpt-callbacks":
+        if threading.current_thread().name in (CALLBACKS, DECISIONS):
             raise ClientClosed("a callback or hook of a save must not call the client: it would wait for itself")
 
 

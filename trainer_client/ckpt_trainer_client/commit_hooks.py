@@ -16,11 +16,16 @@ logger = logging.getLogger(__name__)
 
 
 class CommitHooks:
-    """Runs on the thread ``ckpt-callbacks``."""
+    """Pre-commit hooks run on the thread ``ckpt-decide``, post-commit hooks on ``ckpt-callbacks``."""
 
     def __init__(self, pre: tuple[PreCommitHook, ...], post: tuple[PostCommitHook, ...]) -> None:
         self._pre = pre
         self._post = post
+
+    @property
+    def has_pre(self) -> bool:
+        """Whether somebody wants to be asked before a commit."""
+        return bool(self._pre)
 
     def veto(self, step: int, checkpoint_id: str) -> str | None:
         """Why the commit must not be made, or None."""

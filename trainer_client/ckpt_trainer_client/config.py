@@ -83,7 +83,7 @@ class ClientConfig:
             "world_size": _number(environment, "WORLD_SIZE", 1),
             "local_rank": _number(environment, "LOCAL_RANK", 0),
             "incarnation": _number(environment, "TORCHELASTIC_RESTART_COUNT", 0),
-            "shm_root": Path(environment.get("CKPT_SIDECAR_SHM_ROOT", DEFAULT_SHM_ROOT)),
+            "shm_root": Path(os.path.abspath(environment.get("CKPT_SIDECAR_SHM_ROOT", DEFAULT_SHM_ROOT))),
             "node": socket.gethostname(),
             "supervised": environment.get("CKPT_SIDECAR_SUPERVISED", "0") == "1",
         }

@@ -4,7 +4,8 @@
 |------------------|----------------|--------------------------------------------------|--------------------|
 | trainer's thread | the user       | planning, regions, handles                       | -                  |
 | `ckpt-link`      | SidecarLink    | the socket; reports to pool, exchange, this file | close(): Farewell, join |
-| `ckpt-callbacks` | CallbackThread | resolves handles, runs hooks, starts a sidecar   | close(): join      |
+| `ckpt-callbacks` | CallbackThread | resolves handles, post-commit hooks, restarts a sidecar | close(): join |
+| `ckpt-decide`    | CallbackThread | pre-commit hooks, if there are any               | close(): join      |
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 import os
 import threading
 import time
+from contextlib import ExitStack
 from functools import partial
 
 from ckpt_proto.errors import FailureReport, RemoteProtocolError, SidecarUnreachable
@@ -43,7 +45,7 @@ from ckpt_proto.messages import (
 )
 from ckpt_proto.process import process_start_s
 from ckpt_proto.status import SidecarStatus
-from ckpt_trainer_client.callback_thread import CallbackThread
+from ckpt_trainer_client.callback_thread import DECISIONS, CallbackThread
 from ckpt_trainer_client.commit_hooks import CommitHooks, PostCommitHook, PreCommitHook
 from ckpt_trainer_client.config import ClientConfig
 from ckpt_trainer_client.errors import SidecarRefused
@@ -73,6 +75,7 @@ class Connection:
         self._config = config
         self._hooks = CommitHooks(pre, post)
         self._callbacks = CallbackThread()
+        self._decisions = CallbackThread(DECISIONS)
         self._link = SidecarLink(config.runtime_dir, self._on_message, self._on_beat, self._on_link_failure)
         self._changed = threading.Condition()
         self._welcome: Welcome | None = None
@@ -104,19 +107,22 @@ class Connection:
         """
         self._torch_version = torch_version
         self._callbacks.start()
+        if self._hooks.has_pre:
+            self._decisions.start()
         self._link.start()
         try:
             self._handshake(time.monotonic() + self._config.connect_timeout_s)
         except BaseException:
             self._link.send(Goodbye())  # it may know us all the same, and would take the next client for a second one
-            self._callbacks.close(ANSWER_TIMEOUT_S)
-            self._link.close()
+            self._end_threads()
             raise
         self._link.start_heartbeat()
 
     def _handshake(self, deadline: float) -> None:
         while True:
             ensure_sidecar(self._config, deadline)
+            if self._welcome is not None:
+                return  # a Hello that was sent to an earlier sidecar has reached this one
             with self._changed:
                 self._refused = None
             self._link.send(self._hello())
@@ -190,7 +196,7 @@ class Connection:
         with self._changed:
             ask = self._asks
             self._asks += 1
-        self._link.send(AskRestoreStep(ask))
+        self._link.send(AskRestoreStep(ask, self.session))
         with self._changed:
             if not self._changed.wait_for(lambda: ask in self._restore_steps, ANSWER_TIMEOUT_S):
                 logger.info("waiting for a save that an earlier life of the job has staged")
@@ -225,8 +231,10 @@ class Connection:
                 self.exchange.on_message(message)
             case ShardPersisted(save=save):
                 self.saves.persisted(save)
+            case AskCommit() if self._hooks.has_pre:
+                self._decisions.submit(partial(self._decide, message))
             case AskCommit():
-                self._callbacks.submit(partial(self._decide, message))
+                self._link.send(DecideCommit(message.save, True))
             case Committed():
                 self._on_committed(message)
             case Aborted():
@@ -271,7 +279,7 @@ class Connection:
             self._forget_old_sidecar()
             unanswered = self._asks - 1
             if unanswered >= 0 and unanswered not in self._restore_steps:
-                self._link.send(AskRestoreStep(unanswered))
+                self._link.send(AskRestoreStep(unanswered, self.session))
 
     def _forget_old_sidecar(self) -> None:
         """A restarted sidecar knows neither our plan nor our regions, nor the saves that were in flight."""
@@ -344,10 +352,14 @@ class Connection:
         self._link.send(Goodbye())
         if not self._await_farewell(time.monotonic() + ANSWER_TIMEOUT_S):
             logger.warning("closed without the sidecar's farewell: it is away")
-        try:
-            self._callbacks.close(ANSWER_TIMEOUT_S)
-        finally:
-            self._link.close()
+        self._end_threads()
+
+    def _end_threads(self) -> None:
+        with ExitStack() as ending:  # each is ended even if another does not end; the link goes last
+            ending.callback(self._link.close)
+            ending.callback(self._callbacks.close, ANSWER_TIMEOUT_S)
+            if self._hooks.has_pre:
+                ending.callback(self._decisions.close, ANSWER_TIMEOUT_S)
 
     def _await_farewell(self, deadline: float) -> bool:
         with self._changed:

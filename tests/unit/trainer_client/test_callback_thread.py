@@ -79,14 +79,6 @@ def test_slow_work_holds_up_nobody_who_gives_more(callbacks: CallbackThread) -> 
     go_on.set()
 
 
-def test_it_knows_whether_it_is_the_caller(callbacks: CallbackThread) -> None:
-    seen: list[bool] = []
-    callbacks.submit(lambda: seen.append(callbacks.is_current))
-    wait_for_what_was_given(callbacks)
-    assert seen == [True]
-    assert not callbacks.is_current
-
-
 def test_close_runs_what_was_given_before() -> None:
     callbacks, seen = CallbackThread(), []
     callbacks.start()
