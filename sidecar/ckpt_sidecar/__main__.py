@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="serve a job on this node in the foreground; SIGTERM drains and exits")
     add_run_options(run)
     run.add_argument("--ready-fd", type=int, help="descriptor on which READY is written")
+    run.add_argument("--supervisor-pid", type=int, help="drain and exit, as on SIGTERM, when this process is gone")
     run.set_defaults(command=_run)
     start = commands.add_parser("start", help="start a sidecar in the background unless one serves the job already")
     add_run_options(start)

@@ -25,6 +25,7 @@ class SidecarConfig:
         nice: CPU niceness added to the sidecar, 0 to 19.
         idle_exit_s: exit when no rank has been connected for so long and nothing is under way; None: only when told.
             If every rank closed its client in good order the sidecar does not wait.
+        supervisor_pid: drain and exit when this process is gone; None: nobody in particular has to live.
         ready_fd: descriptor on which ``READY`` is written when the socket serves; None for none.
     """
 
@@ -34,6 +35,7 @@ class SidecarConfig:
     max_write_bytes_per_s: float | None = None
     nice: int = 10
     idle_exit_s: float | None = None
+    supervisor_pid: int | None = None
     ready_fd: int | None = None
 
     def __post_init__(self) -> None:
@@ -90,5 +92,6 @@ def config_from(arguments: argparse.Namespace) -> SidecarConfig:
         max_write_bytes_per_s=arguments.max_write_bytes_per_s,
         nice=arguments.nice,
         idle_exit_s=arguments.idle_exit_s,
+        supervisor_pid=getattr(arguments, "supervisor_pid", None),
         ready_fd=getattr(arguments, "ready_fd", None),
     )

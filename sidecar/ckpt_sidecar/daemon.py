@@ -85,6 +85,7 @@ class Daemon:
         self._server.wake_by(self._wake_fd)
         self._heard_s: dict[int, float] = {}
         self._terms = 0
+        self._supervisor_start_s = process_start_s(config.supervisor_pid) if config.supervisor_pid else None
         self._next_tick_s = time.monotonic()
         self._idle_since_s = time.monotonic()
 
@@ -118,6 +119,7 @@ class Daemon:
         if now_s >= self._next_tick_s:
             self._next_tick_s = now_s + TICK_S
             self._look_for_the_dead(now_s)
+            self._look_for_the_supervisor()
             self._perform(self._checkpoints.handle(Tick(), now_s), now_s)
 
     def _clear_wake(self) -> None:
@@ -183,6 +185,12 @@ class Daemon:
             for submit in self._sealed_by(rank, record):
                 self._handle(FromRank(record.peer, record.hello.pid, submit), now_s)
             self._handle(RankDied(rank, record.hello.pid, reason), now_s)
+
+    def _look_for_the_supervisor(self) -> None:
+        pid = self._config.supervisor_pid
+        if pid is not None and not self._terms and process_start_s(pid) != self._supervisor_start_s:
+            logger.warning("the supervisor (pid %d) is gone: draining, as on SIGTERM", pid)
+            self._terms = 1
 
     def _why_dead(self, rank: int, record: RankRecord, now_s: float) -> str | None:
         pid = record.hello.pid

@@ -43,7 +43,8 @@ class SidecarProcess:
     """One sidecar at a time, in its own session, so that whatever kills the ranks' process groups misses it.
 
     Args:
-        command: the sidecar's command; ``--ready-fd N`` is added.
+        command: the sidecar's command; ``--supervisor-pid`` (a sidecar whose owner is killed drains and goes) and
+            ``--ready-fd N`` are added.
         environ: the whole environment of the child.
         log_file: its stdout and stderr are appended there; None: both go to this process's stderr.
         preexec: runs in the child between fork and exec.
@@ -80,7 +81,7 @@ class SidecarProcess:
         try:
             _announce_with_sigio(read_fd)
             self._process = subprocess.Popen(
-                [*self._command, "--ready-fd", str(write_fd)],
+                [*self._command, "--supervisor-pid", str(os.getpid()), "--ready-fd", str(write_fd)],
                 stdin=subprocess.DEVNULL,
                 stdout=output_fd,
                 stderr=output_fd,

@@ -37,7 +37,8 @@ parser = argparse.ArgumentParser()
 parser.add_argument("command", choices=["run", "status"])
 for name in ("--job-id", "--shm-root", "--start", "--end", "--timeout-s"):
     parser.add_argument(name)
-parser.add_argument("--ready-fd", type=int)
+for name in ("--ready-fd", "--supervisor-pid"):
+    parser.add_argument(name, type=int)
 args = parser.parse_args()
 def note(text):
     os.write(2, f"SIDECAR {text}\\n".encode())
@@ -523,6 +524,18 @@ def test_the_real_sidecar_is_started_again(run: Launcher, shm_root: Path, stand_
     assert lock_owner(runtime_dir(shm_root, "j")) == int(again[1])
     wrapper.send(signal.SIGUSR2)
     assert wrapper.finish() == 0
+
+
+def test_the_real_sidecar_of_a_killed_wrapper_drains_and_goes(run: Launcher, shm_root: Path, stand_ins: Path) -> None:
+    line = f"--job-id j --shm-root {shm_root} -- wait exit:0"
+    wrapper = run(_driver(REAL_SIDECAR, _python(stand_ins / "torchrun.py"), line))
+    torchrun = int(wrapper.wait_for(r"TORCHRUN up.*pid=(\d+)")[1])
+    wrapper.send(signal.SIGKILL)
+    wrapper.wait_for(rf"the supervisor \(pid {wrapper.process.pid}\) is gone")
+    wrapper.wait_for("stopping after a complete drain")
+    os.kill(torchrun, signal.SIGUSR2)
+    assert wrapper.finish() == -signal.SIGKILL
+    assert not runtime_dir(shm_root, "j").exists()
 
 
 def test_a_second_real_sidecar_of_the_job_is_refused(run: Launcher, shm_root: Path, stand_ins: Path) -> None:

@@ -30,6 +30,7 @@ def test_defaults() -> None:
         "max_write_bytes_per_s": None,
         "nice": 10,
         "idle_exit_s": None,
+        "supervisor_pid": None,
         "ready_fd": None,
     }
 
