@@ -66,6 +66,11 @@ class Attempt:
         return self.state in (CheckpointState.OPEN, CheckpointState.COMPLETE)
 
     @property
+    def target(self) -> tuple[str, int]:
+        """What is replaced when this attempt is published: directory and step."""
+        return self.directory, self.save.step
+
+    @property
     def unstaged_ranks(self) -> list[int]:
         """Ranks whose region is not sealed."""
         return [rank for rank in range(self.world_size) if rank not in self.staged]

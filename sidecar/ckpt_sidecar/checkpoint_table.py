@@ -7,7 +7,6 @@ part is ``membership``'s business.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
 
 from ckpt_proto.checkpoint_layout import checkpoint_id
 from ckpt_proto.errors import FailureReport
@@ -30,6 +29,7 @@ from ckpt_proto.messages import (
     ShardStaged,
 )
 from ckpt_sidecar.attempt import DECIDE_TIMEOUT_S, PERSIST_TIMEOUT_S, Attempt
+from ckpt_sidecar.attempt_book import MAX_ENDED_ATTEMPTS, AttemptBook
 from ckpt_sidecar.counters import Counters
 from ckpt_sidecar.events import (
     Action,
@@ -47,10 +47,7 @@ from ckpt_sidecar.membership import Departure, Membership
 from ckpt_sidecar.plan_book import PlanBook, PlanStep, structures_differ
 from ckpt_sidecar.session import Session
 
-__all__ = ["DECIDE_TIMEOUT_S", "PERSIST_TIMEOUT_S", "CheckpointTable"]
-
-MAX_ENDED_ATTEMPTS: Final = 64
-"""Ended attempts kept to answer late ranks and ``status``; far more than can be in flight."""
+__all__ = ["DECIDE_TIMEOUT_S", "MAX_ENDED_ATTEMPTS", "PERSIST_TIMEOUT_S", "CheckpointTable"]
 
 
 class CheckpointTable:
@@ -59,8 +56,7 @@ class CheckpointTable:
     def __init__(self, new_token: Callable[[], str]) -> None:
         self._members = Membership(new_token)
         self._plans = PlanBook()
-        self._forgotten: dict[str, int] = {}
-        self.attempts: dict[tuple[str, int], Attempt] = {}
+        self._book = AttemptBook()
         self.counters = Counters()
 
     # ------------------------------------------------------------ questions
@@ -76,9 +72,14 @@ class CheckpointTable:
         return self._members.steps
 
     @property
+    def attempts(self) -> dict[tuple[str, int], Attempt]:
+        """The attempts that are remembered, by session and number."""
+        return self._book.attempts
+
+    @property
     def is_busy(self) -> bool:
         """Whether an attempt can still end in a commit."""
-        return any(attempt.is_open for attempt in self.attempts.values())
+        return self._book.is_busy
 
     # ------------------------------------------------------------ events
 
@@ -114,9 +115,9 @@ class CheckpointTable:
         return self._about(save, rank, message, now_s) if save is not None else []
 
     def _about(self, save: SaveKey, rank: int, message: Message, now_s: float) -> list[Action]:
-        attempt = self.attempts.get((save.session, save.seq))
+        attempt = self._book.get(save)
         if attempt is None:
-            if save.seq <= self._forgotten.get(save.session, -1):
+            if self._book.is_forgotten(save):
                 return []  # it has ended long ago, and the rank was told then
             if not self._members.is_member(save.session, rank):
                 return [ToRank(rank, Aborted(save, (self._ended(save, rank),)))]
@@ -166,10 +167,8 @@ class CheckpointTable:
             return []
         return [
             self._ask_commit(attempt)
-            for attempt in self.attempts.values()
-            if attempt.save.session == hello.session
-            and attempt.state is CheckpointState.COMPLETE
-            and not attempt.approved
+            for attempt in self._book.open_of(hello.session)
+            if attempt.state is CheckpointState.COMPLETE and not attempt.approved
         ]
 
     def _ask_commit(self, attempt: Attempt) -> Action:
@@ -179,9 +178,7 @@ class CheckpointTable:
         """A rank is gone: what it had not staged can not be saved, what it had staged goes on without it."""
         rank, reason = departure.rank, departure.reason
         actions: list[Action] = []
-        for attempt in list(self.attempts.values()):
-            if not attempt.is_open or attempt.save.session != departure.token:
-                continue
+        for attempt in self._book.open_of(departure.token):
             attempt.tell(now_s, f"rank {rank} left{': ' + reason if reason else ''}")
             if rank not in attempt.staged:
                 actions += self._abort(attempt, [self._lost(attempt.save, rank, reason)], now_s)
@@ -199,8 +196,7 @@ class CheckpointTable:
         return self._at(save, rank, FailureReport("SessionEnded", text, "restart every rank, as torchelastic does"))
 
     def _earlier_life_is_busy(self) -> bool:
-        now = self.session.token if self.session else ""
-        return any(attempt.is_open and attempt.save.session != now for attempt in self.attempts.values())
+        return self._book.earlier_life_is_busy(self.session.token if self.session else "")
 
     def _answer_if_settled(self) -> list[Action]:
         return [] if self._earlier_life_is_busy() else self._members.answer()
@@ -210,18 +206,10 @@ class CheckpointTable:
     def _open(self, save: SaveKey, now_s: float) -> Attempt:
         session = self.session
         assert session is not None
-        self._forget_old_attempts()
-        attempt = Attempt(save, session.world_size, session.directory, session.stage_timeout_s, now_s)
-        self.attempts[save.session, save.seq] = attempt
-        return attempt
-
-    def _forget_old_attempts(self) -> None:
-        ended = [key for key, attempt in self.attempts.items() if not attempt.is_open]
-        for token, seq in ended[: max(0, len(ended) - MAX_ENDED_ATTEMPTS)]:
-            del self.attempts[token, seq]
-            self._forgotten[token] = max(seq, self._forgotten.get(token, -1))
+        attempt = self._book.open(save, session, now_s)
         # The plan in use was used by the newest attempts; a plan that no kept attempt names is gone for good.
-        self._plans.keep_only(attempt.plan_id for attempt in self.attempts.values())
+        self._plans.keep_only(kept.plan_id for kept in self.attempts.values())
+        return attempt
 
     def _answer_late(self, attempt: Attempt, rank: int) -> list[Action]:
         if attempt.state is CheckpointState.ABORTED:
@@ -320,7 +308,7 @@ class CheckpointTable:
         return self._abort(attempt, [self._at(attempt.save, 0, FailureReport("CommitVetoed", text))], now_s)
 
     def _publish(self, attempt: Attempt, now_s: float, why: str) -> list[Action]:
-        if self._is_superseded(attempt):
+        if self.session is not None and self._book.is_superseded(attempt, self.session.token):
             text = f"the restarted job has begun to save step {attempt.save.step} itself"
             return self._abort(attempt, [FailureReport("Superseded", text)], now_s)
         attempt.approved = why
@@ -328,38 +316,14 @@ class CheckpointTable:
         return self._publish_approved(now_s)
 
     def _publish_approved(self, now_s: float) -> list[Action]:
-        """Publish what may be; attempts at one step in their order: a later one removes the files of earlier ones."""
         actions: list[Action] = []
-        for attempt in self.attempts.values():
-            if not attempt.approved or not attempt.is_open or attempt.publishing or self._earlier_is_open(attempt):
-                continue
+        for attempt in self._book.to_publish():
             attempt.publishing = True
             attempt.tell(now_s, "publishing")
             counts = self._plans.entry_counts(attempt.plan_id)
             save, directory, world_size = attempt.save, attempt.directory, attempt.world_size
             actions.append(Publish(save, directory, world_size, attempt.plan_id, counts, attempt.overwrite))
         return actions
-
-    def _earlier_is_open(self, attempt: Attempt) -> bool:
-        save = attempt.save
-        return any(
-            other.is_open
-            and other.save.session == save.session
-            and other.save.seq < save.seq
-            and (other.save.step, other.directory) == (save.step, attempt.directory)
-            for other in self.attempts.values()
-        )
-
-    def _is_superseded(self, attempt: Attempt) -> bool:
-        """Whether a later life of the job saves the same step: an earlier life's attempt must not replace that one."""
-        now = self.session.token if self.session else attempt.save.session
-        return attempt.save.session != now and any(
-            other.save.session == now
-            and other.save.step == attempt.save.step
-            and other.directory == attempt.directory
-            and other.state is not CheckpointState.ABORTED
-            for other in self.attempts.values()
-        )
 
     def _published(self, save: SaveKey, now_s: float) -> list[Action]:
         attempt = self.attempts[save.session, save.seq]
