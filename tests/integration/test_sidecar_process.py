@@ -153,14 +153,11 @@ def test_a_sidecar_that_nobody_needs_ends_by_itself_when_told_to(start_sidecar: 
 
 
 def test_a_second_sigterm_cuts_the_drain_short(tmp_path: Path, start_sidecar: Callable[..., Sidecar]) -> None:
-    sidecar = start_sidecar(max_write_bytes_per_s=1 << 20)
+    sidecar = start_sidecar(max_write_bytes_per_s=100_000)  # far slower than this test
     client = CheckpointClient(tmp_path)
-    handle = client.save(state(1, 5 << 20), step=1)
+    handle = client.save(state(1, 2 << 20), step=1)
     wait_until(lambda: [shard.state for shard in sidecar.status().shards] == ["writing"], "the write is under way")
-    sidecar.process.terminate()
-    wait_until(lambda: sidecar.status().draining, "the drain has begun")
-    sidecar.process.terminate()
-    assert sidecar.process.wait(LIMIT_S) == 1
+    sidecar.cut_short()
     assert not sidecar.directory.exists()
     assert not (tmp_path / "step-1" / ".metadata").exists()
     assert not handle.committed.done() or handle.error() is not None
@@ -188,23 +185,22 @@ def test_a_sidecar_killed_while_idle_is_replaced_by_the_client(tmp_path: Path, s
 def test_a_sidecar_killed_while_it_writes_leaves_the_last_checkpoint(
     tmp_path: Path, start_sidecar: Callable[..., Sidecar]
 ) -> None:
-    size = 5 << 20
-    sidecar = start_sidecar(max_write_bytes_per_s=16 << 20)
+    sidecar = start_sidecar(max_write_bytes_per_s=100_000)  # the second save would take longer than this test
     with CheckpointClient(tmp_path) as client:
-        client.save(state(1, size), step=1).result()
-        in_flight = client.save(state(2, size), step=2)
+        client.save(state(1), step=1).result()
+        in_flight = client.save(state(2, 2 << 20), step=2)
         wait_until(
             lambda: ("writing", 2) in [(shard.state, shard.step) for shard in sidecar.status().shards],
             "the write is under way",
         )
         sidecar.kill()
         assert client.steps() == [1]
-        assert step_stored(client, 1, size) == 1
+        assert step_stored(client, 1) == 1
         sidecar.start()
-        failure = ended(in_flight)
-        client.save(state(3, size), step=3).result()
-        assert client.steps() == ([1, 3] if failure else [1, 2, 3])
-        assert [step_stored(client, step, size) for step in client.steps()] == client.steps()
+        assert ended(in_flight) is not None
+        client.save(state(3), step=3).result()
+        assert client.steps() == [1, 3]
+        assert step_stored(client, 3) == 3
 
 
 def test_a_sidecar_killed_before_an_overwrite_is_committed_leaves_the_old_checkpoint(

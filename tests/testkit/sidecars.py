@@ -102,14 +102,15 @@ class Sidecar:
     @contextmanager
     def hanging(self, slots: int = 2) -> Iterator[None]:
         """A storage that hangs: rank 0 has ``slots`` regions to fill, and none is given back while this lasts."""
-        wait_until(lambda: self._can_be_filled(slots), f"{slots} regions are free and prepared")
+        wait_until(lambda: self.can_be_filled(slots), f"{slots} regions are free and prepared")
         self.pause()
         try:
             yield
         finally:
             self.resume()
 
-    def _can_be_filled(self, slots: int) -> bool:
+    def can_be_filled(self, slots: int = 2) -> bool:
+        """Whether rank 0's first ``slots`` regions are prepared and its own to fill."""
         regions = self.status().ranks[0].slots[:slots]
         return all(slot.state == "free" and slot.region_bytes for slot in regions)
 
@@ -117,6 +118,13 @@ class Sidecar:
         """SIGKILL, and wait until it is gone."""
         self.process.kill()
         self.process.wait(LIMIT_S)
+
+    def cut_short(self) -> None:
+        """SIGTERM, and SIGTERM again once it drains: it must end although work is under way, and say so."""
+        self.process.terminate()
+        wait_until(lambda: self.status().draining, "the drain has begun")
+        self.process.terminate()
+        assert self.process.wait(LIMIT_S) == 1, self.log.read_text()[-4000:]
 
     def stop(self) -> int:
         """SIGTERM, wait for the drain, return the exit code; kill what does not end."""
