@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from ckpt_proto.errors import AlreadyCommitted, StorageError
@@ -108,7 +109,8 @@ def _link(temporary: Path, path: Path) -> None:
 
 def _try_to_unlink(path: Path) -> None:
     try:
-        path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            os.unlink(path)
     except OSError as error:
         logger.warning("cannot remove %s: %s", path, error)
 
@@ -133,7 +135,8 @@ def _write_temporary(path: Path, content: bytes) -> Path:
 def remove_files(paths: list[Path]) -> None:
     """Remove files that may be missing; the removal is durable when this returns."""
     for path in paths:
-        path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            os.unlink(path)
     for parent in {path.parent for path in paths}:
         if parent.is_dir():
             sync_dir(parent)
