@@ -66,7 +66,10 @@ def check_submission(record: RankRecord, submit: SubmitShard) -> FinalPlan:
             f"{record.hello.rank} of session {record.session}"
         )
     if plan is None or slot is None or slot.ready is None or submit.plan_id != plan.plan_id:
-        raise LocalProtocolError(f"slot {submit.slot} was submitted for plan {submit.plan_id}, which is not current")
+        raise LocalProtocolError(
+            f"slot {submit.slot} was filled for plan {submit.plan_id}, which has been given up since, because the "
+            "structures of the ranks differed or a rank was restarted"
+        )
     if slot.state is not RegionState.FREE or submit.generation != slot.generation:
         raise LocalProtocolError(
             f"slot {submit.slot} (generation {slot.generation}, {slot.state.value}) was submitted as generation "

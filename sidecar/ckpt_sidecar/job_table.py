@@ -210,7 +210,7 @@ class JobTable:
                 actions += self._prepare(record, index)
         elif isinstance(message, (Aborted, Committed)) and message.save.session != record.session:
             return actions
-        elif isinstance(message, Aborted) and message.replan:
+        elif isinstance(message, Aborted) and message.replan and not _is_newer(record.plan, message.save):
             record.plan = None
         return [Send(record.peer, message), *actions]
 
@@ -251,9 +251,7 @@ class JobTable:
         try:
             plan = check_submission(record, submit)
         except LocalProtocolError as error:
-            failure = report_of(error, hint="this is a bug in the client or a message of an earlier life").at(
-                rank, self._node
-            )
+            failure = report_of(error, hint="the next save is planned anew").at(rank, self._node)
             told = ToCoordinator(rank, ReportFailure(submit.save, failure))
             return [*self._give_back(record, submit), told]
         slot = record.slots[submit.slot]
@@ -336,3 +334,8 @@ class JobTable:
         if again or not record.alive or index >= record.hello.slots:
             return again
         return [Send(record.peer, SlotFreed(index, slot.generation))]
+
+
+def _is_newer(plan: FinalPlan | None, save: SaveKey) -> bool:
+    """Whether ``plan`` was made after ``save``: an order to plan anew that is repeated late must not void it."""
+    return plan is not None and plan.save.seq > save.seq

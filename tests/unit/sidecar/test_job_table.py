@@ -479,7 +479,7 @@ def test_a_submission_of_long_ago_is_not_written_again(node: Node) -> None:
     [
         ({"save": NEW}, "session 0000000b"),
         ({"rank": 1}, "rank 1"),
-        ({"plan_id": "p9"}, "plan p9, which is not current"),
+        ({"plan_id": "p9"}, "plan p9, which has been given up since"),
         ({"slot": 5}, "slot 5"),
         ({"generation": 7}, "(generation 1, free) was submitted as generation 7"),
         ({"byte_lengths": ()}, "0 byte entries of 0 bytes; the plan has 1"),
@@ -725,3 +725,15 @@ def test_a_hello_that_is_said_twice_on_one_connection_is_one_client() -> None:
     assert node.says(0, hello(0, 2)) == []
     (refused,) = of_type(node.says(0, hello(0, 2), peer=b"another"), Send)
     assert isinstance(refused.message, Refused)
+
+
+def test_a_late_repetition_of_the_order_to_plan_anew_does_not_void_the_plan_made_since() -> None:
+    """The region of the new plan would never be prepared, and its rank would wait for it until the time-out."""
+    node = Node().welcomed()
+    node.planned(save=key(7), plan_id="p7")
+    node.hears(0, Aborted(key(5), (FAILURE,), replan=True))
+    plan = node.table.ranks[0].plan
+    assert plan is not None
+    assert plan.plan_id == "p7"
+    node.hears(0, Aborted(key(7), (FAILURE,), replan=True))
+    assert node.table.ranks[0].plan is None
