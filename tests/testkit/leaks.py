@@ -15,7 +15,7 @@ from pathlib import Path
 from ckpt_proto.process import process_start_s
 from testkit.waiting import last_of
 
-SETTLE_S = 10.0
+SETTLE_S = 30.0
 """How long what was ended may take to be gone: a daemon thread ends a moment after it was told to."""
 
 
