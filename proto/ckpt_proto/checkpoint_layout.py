@@ -3,6 +3,7 @@
     <directory>/step-300/__0_9f3ac1d2-3.distcp       rank 0's data file of attempt 9f3ac1d2-3
                          __0_9f3ac1d2-3.manifest     its shard manifest
                          .metadata                   the table of contents; its presence is the commit
+                         .metadata.5be1c09a.tmp      a manifest or .metadata before it has its name
 
 Data files carry the attempt in their name, so a second attempt at a step never touches the bytes of the first.
 """
@@ -16,6 +17,7 @@ from ckpt_proto.identity import MAX_STEP
 
 METADATA_NAME = ".metadata"
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
+_TEMPORARY = re.compile(r"(.+)\.[0-9a-f]{8}\.tmp")
 _FILE = re.compile(r"__(0|[1-9][0-9]{0,6})_([0-9a-f]{8}-[0-9]{1,10})\.(distcp|manifest)")
 
 
@@ -50,3 +52,16 @@ def attempt_of(name: str) -> tuple[int, str] | None:
     """``(rank, save_id)`` of a data file or manifest name, or None if it is not one of ours."""
     match = _FILE.fullmatch(name)
     return (int(match[1]), match[2]) if match else None
+
+
+def temporary_name(name: str, token: str) -> str:
+    """Name of the file in which ``name`` is written before it gets its own; ``token`` is eight hex digits."""
+    return f"{name}.{token}.tmp"
+
+
+def target_of(name: str) -> str | None:
+    """The name that a temporary file of ours would have got, or None if it is no such file."""
+    match = _TEMPORARY.fullmatch(name)
+    if match is None or not (match[1] == METADATA_NAME or attempt_of(match[1])):
+        return None
+    return match[1]

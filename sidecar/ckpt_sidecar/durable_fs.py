@@ -11,9 +11,11 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import secrets
 from contextlib import suppress
 from pathlib import Path
 
+from ckpt_proto.checkpoint_layout import temporary_name
 from ckpt_proto.errors import AlreadyCommitted, StorageError
 
 logger = logging.getLogger(__name__)
@@ -116,9 +118,11 @@ def _try_to_unlink(path: Path) -> None:
 
 
 def _write_temporary(path: Path, content: bytes) -> Path:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    # A name that nobody else has: whoever was killed while publishing may have left its temporary as a second name of
+    # the published file, which must not be written to, and in containers the next process has the same pid.
+    temporary = path.with_name(temporary_name(path.name, secrets.token_hex(4)))
     try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             view = memoryview(content)
             while view:

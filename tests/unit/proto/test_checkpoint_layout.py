@@ -14,6 +14,8 @@ from ckpt_proto.checkpoint_layout import (
     manifest_name,
     step_name,
     step_of,
+    target_of,
+    temporary_name,
 )
 from ckpt_proto.identity import MAX_RANKS, MAX_STEP, SaveKey
 from testkit.protocol_values import REPEATABLE, instances
@@ -79,3 +81,30 @@ def test_two_attempts_at_one_step_share_no_file_name() -> None:
 def test_data_files_have_the_ending_that_dcp_gives_them() -> None:
     assert data_file_name(7, "9f3ac1d2-3").endswith(".distcp")
     assert not manifest_name(7, "9f3ac1d2-3").endswith(".distcp")
+
+
+@REPEATABLE
+@given(rank=st.integers(0, MAX_RANKS - 1), save=instances(SaveKey), token=st.from_regex(r"[0-9a-f]{8}", fullmatch=True))
+def test_a_temporary_file_is_known_by_what_it_would_have_become(rank: int, save: SaveKey, token: str) -> None:
+    for name in (METADATA_NAME, manifest_name(rank, save.save_id)):
+        temporary = temporary_name(name, token)
+        assert target_of(temporary) == name
+        assert attempt_of(temporary) is None
+        assert target_of(name) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        ".metadata.tmp",  # stock DCP's own
+        ".metadata.1.tmp",
+        ".metadata.0123456g.tmp",
+        ".metadata.01234567.tmp\n",
+        ".metadata.01234567.tmp.tmp",
+        "notes.01234567.tmp",
+        "__0_0.distcp.01234567.tmp",
+        ".01234567.tmp",
+    ],
+)
+def test_temporary_files_of_others_are_not_ours(name: str) -> None:
+    assert target_of(name) is None

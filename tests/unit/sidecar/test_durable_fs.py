@@ -123,12 +123,21 @@ def test_an_existing_file_is_refused_otherwise(tmp_path: Path) -> None:
 
 
 def test_what_a_crash_left_of_the_temporary_file_is_in_nobodys_way(
-    tmp_path: Path, write: Callable[[Path, bytes], None]
+    tmp_path: Path, write: Callable[[Path, bytes], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / f"file.{os.getpid()}.tmp").write_bytes(b"a torn and much longer content")
-    write(tmp_path / "file", b"content")
+    """Killed between giving a file its name and taking the temporary one away, a process leaves one file two names."""
+    with monkeypatch.context() as patch:
+        fail(patch, "unlink")
+        publish(tmp_path / "file", b"a torn and much longer content", overwrite=False)
+    [left] = tmp_path.glob("*.tmp")
+    assert os.path.samefile(left, tmp_path / "file")
+    with monkeypatch.context() as patch, pytest.raises((OSError, StorageError)):
+        fail(patch, "write")
+        write(tmp_path / "file", b"content")
+    assert (tmp_path / "file").read_bytes() == b"a torn and much longer content"
+    publish(tmp_path / "file", b"content", overwrite=True)
     assert (tmp_path / "file").read_bytes() == b"content"
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert left.read_bytes() == b"a torn and much longer content"
 
 
 # ---------------------------------------------------------------- failure
