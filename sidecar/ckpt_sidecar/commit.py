@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -28,25 +28,31 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt_proto.checkpoint_layout import METADATA_NAME, attempt_of, checkpoint_id, manifest_name
-from ckpt_proto.codec import decode
-from ckpt_proto.errors import AlreadyCommitted, IncompleteCheckpoint, RemoteProtocolError
+from ckpt_proto.codec import MAX_MESSAGE_BYTES, decode
+from ckpt_proto.errors import AlreadyCommitted, IncompleteCheckpoint, RemoteProtocolError, StorageError
 from ckpt_proto.identity import SaveKey
 from ckpt_proto.plan_items import ItemKind, PlanItem
 from ckpt_proto.shard_manifest import ShardManifest
-from ckpt_sidecar.durable_fs import NotDurable, publish, remove_files
+from ckpt_sidecar.durable_fs import NotDurable, publish, remove_files, sync_dir
 from ckpt_sidecar.events import Publish
 from ckpt_sidecar.frames import dtype_of
+from ckpt_sidecar.metadata_file import read_metadata_file
+from ckpt_sidecar.regular_file import read_regular_file
 
 logger = logging.getLogger(__name__)
 
 DCP_VERSION = "1.0.0"
 """Value of ``Metadata.version`` that DCP's own writer sets (the field exists since torch 2.9)."""
 
+_LAYOUTS = {name: layout for name, layout in vars(torch).items() if isinstance(layout, torch.layout)}
 _MEMORY_FORMATS = {name: getattr(torch, name) for name in ("contiguous_format", "channels_last", "preserve_format")}
 
 
-def publish_checkpoint(order: Publish) -> None:
-    """Carry out a commit order.
+def publish_checkpoint(order: Publish, *, remove_superseded: bool = True) -> None:
+    """Carry out a commit order. Publishing what is published already succeeds and changes nothing.
+
+    ``remove_superseded``: with ``overwrite``, remove the files of every attempt before this one. Whoever finishes what
+    another job left must not: it does not know whose those are.
 
     Raises:
         IncompleteCheckpoint: a manifest or data file is missing, has a wrong size, belongs to another plan, or the
@@ -55,6 +61,9 @@ def publish_checkpoint(order: Publish) -> None:
     """
     directory = Path(checkpoint_id(order.directory, order.save.step))
     target = directory / METADATA_NAME
+    if _is_published(target, order.save):
+        _try_to_sync(directory)
+        return
     if target.exists() and not order.overwrite:
         raise AlreadyCommitted(f"step {order.save.step} is committed already in {directory}")
     manifests = read_manifests(directory, order.save.save_id, order.world_size)
@@ -62,13 +71,36 @@ def publish_checkpoint(order: Publish) -> None:
     metadata = build_metadata(manifests, str(directory))
     try:
         publish(target, pickle.dumps(metadata, protocol=4), overwrite=order.overwrite)
+    except AlreadyCommitted:
+        if not _is_published(target, order.save):
+            raise
+        _try_to_sync(directory)
     except NotDurable as error:
         # The new checkpoint is visible and whole, so the commit stands; the files of the old one stay for the crash
         # that would bring its .metadata back.
         logger.error("%s", error)
         return
-    if order.overwrite:
+    if order.overwrite and remove_superseded:
         _try_to_remove_superseded(directory, order.save)
+
+
+def _is_published(target: Path, save: SaveKey) -> bool:
+    """Whether the attempt's ``.metadata`` is there: who published it may have been killed before telling anybody."""
+    try:
+        return read_metadata_file(target).save_id == save.save_id
+    except FileNotFoundError:
+        return False
+    except StorageError as error:
+        logger.warning("taken for somebody else's: %s", error)
+        return False
+
+
+def _try_to_sync(directory: Path) -> None:
+    # What is visible must never be reported as not published: the attempt's files would be removed.
+    try:
+        sync_dir(directory)
+    except OSError as error:
+        logger.error("%s has its %s, but cannot be made durable: %s", directory, METADATA_NAME, error)
 
 
 def read_manifests(directory: Path, save_id: str, world_size: int) -> list[ShardManifest]:
@@ -76,13 +108,14 @@ def read_manifests(directory: Path, save_id: str, world_size: int) -> list[Shard
 
     Raises:
         IncompleteCheckpoint: one is missing or is not a manifest; the error names ranks.
+        StorageError: one cannot be read.
     """
     manifests: list[ShardManifest] = []
     missing: list[int] = []
     for rank in range(world_size):
         path = directory / manifest_name(rank, save_id)
         try:
-            frame = path.read_bytes()
+            frame, _ = read_regular_file(path, MAX_MESSAGE_BYTES)
         except FileNotFoundError:
             missing.append(rank)
             continue
@@ -173,13 +206,19 @@ def _add_state(state: dict[str, Any], item: PlanItem) -> None:
     if item.fqn not in state:
         properties = TensorProperties(
             dtype=dtype_of(item.dtype),
-            layout=getattr(torch, item.layout),
+            layout=_named(_LAYOUTS, item.layout, item),
             requires_grad=item.requires_grad,
-            memory_format=_MEMORY_FORMATS[item.memory_format],
+            memory_format=_named(_MEMORY_FORMATS, item.memory_format, item),
             pin_memory=item.pin_memory,
         )
         state[item.fqn] = TensorStorageMetadata(properties, torch.Size(item.global_sizes), [])
     state[item.fqn].chunks.append(ChunkStorageMetadata(torch.Size(item.offsets), torch.Size(item.sizes)))
+
+
+def _named(known: Mapping[str, Any], name: str, item: PlanItem) -> Any:
+    if name not in known:
+        raise IncompleteCheckpoint(f"the manifest says {name[:80]!r} of {item.fqn}, expected one of {sorted(known)}")
+    return known[name]
 
 
 def _try_to_remove_superseded(directory: Path, save: SaveKey) -> None:

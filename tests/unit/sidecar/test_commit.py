@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from ckpt_proto.checkpoint_layout import METADATA_NAME, data_file_name, manifest_name
 from ckpt_proto.codec import decode, encode
-from ckpt_proto.errors import AlreadyCommitted, IncompleteCheckpoint
+from ckpt_proto.errors import AlreadyCommitted, IncompleteCheckpoint, StorageError
 from ckpt_proto.messages import Heartbeat
 from ckpt_proto.plan_items import PlanItem
 from ckpt_proto.shard_manifest import ManifestEntry, ShardManifest
@@ -310,6 +310,33 @@ def test_a_manifest_of_another_save_is_refused(attempt: Publish, what: str) -> N
     refused(attempt, "manifest of rank 1 .* belongs to another save")
 
 
+@pytest.mark.parametrize("change", [{"layout": "load"}, {"layout": "no such"}, {"memory_format": "load"}])
+def test_names_of_torch_in_a_manifest_are_not_looked_up_unseen(attempt: Publish, change: dict[str, str]) -> None:
+    [rank] = [r for r, m in enumerate(manifests_of(attempt)) if any(e.item.fqn == "model.bias" for e in m.entries)]
+
+    def changed(manifest: ShardManifest) -> ShardManifest:
+        entries = [
+            replace(e, item=replace(e.item, **change)) if e.item.fqn == "model.bias" else e for e in manifest.entries
+        ]
+        return replace(manifest, entries=tuple(entries))
+
+    rewrite(attempt, rank, changed)
+    refused(attempt, f"the manifest says '{next(iter(change.values()))}' of model.bias")
+
+
+@pytest.mark.parametrize("make", ["symlink", "pipe"])
+def test_a_manifest_that_is_no_file_is_neither_followed_nor_waited_for(attempt: Publish, make: str) -> None:
+    path = directory_of(attempt) / manifest_name(1, attempt.save.save_id)
+    path.rename(path.with_name("elsewhere"))
+    if make == "symlink":
+        path.symlink_to("elsewhere")
+    else:
+        os.mkfifo(path)
+    with pytest.raises(StorageError, match=str(path)):
+        publish_checkpoint(attempt)
+    assert not (directory_of(attempt) / METADATA_NAME).exists()
+
+
 def entry(item: PlanItem) -> ManifestEntry:
     return ManifestEntry(item, 0, 0, 0)
 
@@ -367,6 +394,90 @@ def test_somebody_who_commits_between_the_look_and_the_act_stays(
     assert target.read_bytes() == b"somebody else's"
 
 
+def everything_in(order: Publish) -> dict[str, tuple[bytes, int, int]]:
+    """Content, inode and time of change of every file of a step."""
+    found = {path.name: (path.read_bytes(), path.stat()) for path in directory_of(order).iterdir()}
+    return {name: (content, stat.st_ino, stat.st_mtime_ns) for name, (content, stat) in found.items()}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_publishing_what_is_published_succeeds_and_changes_nothing(tmp_path: Path, overwrite: bool) -> None:
+    """A sidecar was killed after it had published and before it could tell anybody; another finishes its work."""
+    order = persist_attempt(tmp_path, states_of_ranks(WORLD_SIZE), overwrite=overwrite)
+    publish_checkpoint(order)
+    persist_attempt(tmp_path, [{"a": 1}], save_key(session="ffffffff"))
+    before = everything_in(order)
+    publish_checkpoint(order)
+    assert everything_in(order) == before
+
+
+def test_what_is_published_is_made_durable_by_whoever_finds_it(
+    attempt: Publish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish_checkpoint(attempt)
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    publish_checkpoint(attempt)
+    assert synced == [str(directory_of(attempt))]
+
+
+def test_what_is_published_and_cannot_be_made_durable_is_not_reported_as_unpublished(
+    attempt: Publish, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever is told that it failed removes the data files."""
+    publish_checkpoint(attempt)
+
+    def fsync(fd: int) -> None:
+        raise OSError(errno.EIO, "no luck")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    publish_checkpoint(attempt)
+    assert "no luck" in caplog.text
+
+
+def test_two_who_publish_one_attempt_at_once_both_succeed(attempt: Publish, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = commit.build_metadata
+
+    def build_late(*args: Any) -> Metadata:
+        monkeypatch.setattr(commit, "build_metadata", real)
+        publish_checkpoint(attempt)
+        return real(*args)
+
+    monkeypatch.setattr(commit, "build_metadata", build_late)
+    publish_checkpoint(attempt)
+    assert read_metadata(attempt).storage_meta.save_id == attempt.save.save_id  # type: ignore[union-attr]
+    assert names_in(attempt) == {METADATA_NAME, *files_of(attempt)}
+
+
+def test_a_step_that_stock_dcp_has_saved_is_somebody_elses(tmp_path: Path) -> None:
+    save_by_stock(tmp_path / "step-5", [{"a": torch.ones(2)}], DefaultSavePlanner)
+    order = persist_attempt(tmp_path, [{"a": torch.zeros(2)}])
+    before = everything_in(order)
+    with pytest.raises(AlreadyCommitted):
+        publish_checkpoint(order)
+    assert everything_in(order) == before
+
+
+class _Runs:
+    """Runs something when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self._path),)
+
+
+def test_a_metadata_that_would_run_something_is_somebody_elses_and_runs_nothing(
+    tmp_path: Path, attempt: Publish, caplog: pytest.LogCaptureFixture
+) -> None:
+    (directory_of(attempt) / METADATA_NAME).write_bytes(pickle.dumps(_Runs(tmp_path / "made")))
+    with pytest.raises(AlreadyCommitted):
+        publish_checkpoint(attempt)
+    assert not (tmp_path / "made").exists()
+    assert "posix.mkdir" in caplog.text
+
+
 # ---------------------------------------------------------------- overwrite
 
 
@@ -419,6 +530,14 @@ def test_without_overwrite_nothing_is_removed(tmp_path: Path) -> None:
     order = persist_attempt(tmp_path, [{"a": 1}], save_key(seq=1))
     publish_checkpoint(order)
     assert names_in(order) == {METADATA_NAME, *files_of(order), *files_of(older)}
+
+
+def test_who_finishes_what_another_left_removes_nothing(tmp_path: Path, attempt: Publish) -> None:
+    publish_checkpoint(attempt)
+    second = persist_attempt(tmp_path, [{"a": 1}], save_key(seq=1), overwrite=True)
+    publish_checkpoint(second, remove_superseded=False)
+    assert names_in(second) == {METADATA_NAME, *files_of(attempt), *files_of(second)}
+    assert set(read_metadata(second).state_dict_metadata) == {"a"}
 
 
 def test_superseded_files_that_cannot_be_removed_do_not_undo_the_commit(
