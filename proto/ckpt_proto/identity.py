@@ -69,3 +69,13 @@ class SaveKey:
     def save_id(self) -> str:
         """The attempt's name in file names and messages, such as ``9f3ac1d2-3``."""
         return f"{self.session}-{self.seq}"
+
+
+def save_key_of(save_id: str, step: int) -> SaveKey | None:
+    """The attempt called ``save_id`` at ``step``, or None if no attempt has that name."""
+    session, _, seq = save_id.partition("-")
+    try:
+        key = SaveKey(session, int(seq), step)
+    except (LocalProtocolError, ValueError):
+        return None
+    return key if key.save_id == save_id else None

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_proto.errors import LocalProtocolError
-from ckpt_proto.identity import MAX_STEP, SaveKey, check_job_id, check_session, job_id_from
-from testkit.protocol_values import REPEATABLE
+from ckpt_proto.identity import MAX_STEP, SaveKey, check_job_id, check_session, job_id_from, save_key_of
+from testkit.protocol_values import REPEATABLE, instances
 
 
 @pytest.mark.parametrize("job_id", ["a", "_", "0", "llama-70b.v2_x", "A" * 64, "a..b"])
@@ -79,3 +79,20 @@ def test_the_bounds_of_a_save_key_belong_to_it(seq: int, step: int) -> None:
 def test_a_save_key_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         SaveKey("9f3ac1d2", 0, 0).step = 1  # type: ignore[misc]
+
+
+@REPEATABLE
+@given(save=instances(SaveKey))
+def test_an_attempt_is_found_again_in_its_name(save: SaveKey) -> None:
+    assert save_key_of(save.save_id, save.step) == save
+
+
+@pytest.mark.parametrize(
+    "save_id",
+    [
+        "", "0a1b2c3d", "0a1b2c3d-", "-1", "0a1b2c3d--1", "0a1b2c3d-01", "0a1b2c3d-+1", "0a1b2c3d- 1", "0a1b2c3d-1_0",
+        "0A1B2C3D-1", f"0a1b2c3d-{2**31}", "45e847cb-d5c0-4aa2-98de-63992af8fd9d", "0a1b2c3d-\u0661",
+    ],
+)  # fmt: skip
+def test_a_name_that_no_attempt_has_is_not_one(save_id: str) -> None:
+    assert save_key_of(save_id, 5) is None
