@@ -6,6 +6,7 @@ Nothing is changed, no link is followed, and nothing that is read is believed be
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Iterable
 from dataclasses import replace
@@ -61,7 +62,7 @@ def is_named_in_metadata(path: Path, save_id: str) -> bool:
         content, _ = read_regular_file(path / METADATA_NAME, MAX_METADATA_BYTES)
     except FileNotFoundError:
         return False
-    return save_id.encode() in content
+    return re.search(re.escape(save_id.encode()) + rb"(?![0-9])", content) is not None
 
 
 def found_files(path: Path, names: Iterable[str]) -> tuple[FoundFile, ...]:

@@ -172,6 +172,28 @@ def test_a_finished_overwrite_by_a_living_save_would_have_been_the_same(tmp_path
     assert value_in(tmp_path, 5) == 2.0
 
 
+def test_an_attempt_whose_name_begins_like_that_of_the_checkpoint_is_another(tmp_path: Path) -> None:
+    persist(tmp_path, 1.0, save_key(seq=1))
+    publish_checkpoint(persist(tmp_path, 2.0, save_key(seq=12)))
+    report = recover(tmp_path, later_s=LATER_S)
+    assert reasons(report.reaped) == {(5, "0a1b2c3d-1"): "superseded by attempt 0a1b2c3d-12"}
+    assert value_in(tmp_path, 5) == 2.0
+
+
+def test_of_a_step_that_is_in_order_nothing_is_unpickled_and_no_manifest_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish_checkpoint(persist(tmp_path, 1.0, save_key()))
+    read: list[str] = []
+    real = step_survey.read_regular_file
+    monkeypatch.setattr(
+        step_survey, "read_regular_file", lambda path, limit: read.append(path.name) or real(path, limit)
+    )
+    monkeypatch.setattr(step_survey, "parse_metadata", lambda *args: read.append("unpickled"))
+    assert recover(tmp_path) == RecoveryReport(str(tmp_path))
+    assert read == [METADATA_NAME]
+
+
 def test_a_newer_torch_that_publishes_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     persist(tmp_path, 1.0, save_key())
     monkeypatch.setattr("importlib.metadata.version", lambda name: "99.1.0")
