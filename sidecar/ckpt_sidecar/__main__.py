@@ -1,7 +1,8 @@
-"""``ckpt-sidecar``: run, start, status, health. Torch is imported by none of them on its way to the first answer.
+"""``ckpt-sidecar``: run, start, status, health, recover. Torch is imported by none of them on its way to the first
+answer.
 
-Exit codes: 0 done / healthy; 1 drain cut short / degraded; 2 wrong arguments / unreachable; 3 could not start;
-4 another sidecar serves this job on this node.
+Exit codes: 0 done / healthy; 1 drain cut short / degraded / recover found problems; 2 wrong arguments / unreachable /
+recover cannot use the directory; 3 could not start; 4 another sidecar serves this job on this node.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ckpt_proto.errors import CheckpointError, SidecarUnreachable
 from ckpt_proto.runtime_dir import DEFAULT_SHM_ROOT, job_dirs, lock_owner
 from ckpt_proto.status import SidecarStatus
 from ckpt_sidecar.config import add_option, add_run_options, config_from
+from ckpt_sidecar.recover_command import add_recover_command
 
 EXIT_OK, EXIT_DEGRADED, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_NOT_STARTED, EXIT_LOCK_TAKEN = 0, 1, 2, 2, 3, 4
 
@@ -62,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         query.set_defaults(command=command)
         if name == "status":
             query.add_argument("--json", action="store_true", help="machine-readable: a list of sidecars")
+    add_recover_command(commands)
     return parser
 
 
