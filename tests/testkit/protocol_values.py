@@ -19,6 +19,7 @@ from ckpt_proto import messages as m
 from ckpt_proto import status
 from ckpt_proto.errors import FailureReport
 from ckpt_proto.identity import MAX_RANKS, MAX_STEP, SaveKey
+from ckpt_proto.peer_messages import MAX_NUMBER, Parcel, PeerEnd, PeerPing, PeerRefused
 from ckpt_proto.plan_items import PlanItem
 from ckpt_proto.shard_manifest import ManifestEntry, ShardManifest
 
@@ -119,6 +120,18 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.RankLeft(1, "its process 4243 has ended"),
     m.AskStatus(),
     m.Status(STATUS),
+    PeerPing("job-1", "node-b", PeerEnd("fedcba9876543210", 2), PeerEnd("0123456789abcdef", 1), 7),
+    Parcel(
+        job_id="job-1",
+        node="node-b",
+        sender=PeerEnd("fedcba9876543210", 2),
+        receiver=PeerEnd("0123456789abcdef", 1),
+        number=8,
+        acked=7,
+        rank=1,
+        frame=b"\x93\x01\xa9Heartbeat\x80",
+    ),
+    PeerRefused("job-1", "node-a", FAILURE),
     ShardManifest(
         save=SAVE,
         rank=1,
@@ -138,12 +151,15 @@ MESSAGE_TYPES: tuple[type[m.Message], ...] = tuple(type(example) for example in 
 _SESSIONS = st.text(alphabet="0123456789abcdef", min_size=8, max_size=8)
 _COUNTS = st.integers(0, 2**63 - 1)
 _NAMES = st.text(max_size=12)
+_JOB_IDS = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", fullmatch=True)
+_NODES = st.from_regex(r"[a-z0-9.-]{1,20}", fullmatch=True)
+_FROM_1 = st.integers(1, MAX_NUMBER)
 
 _FIELDS: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     (SaveKey, "session"): _SESSIONS,
     (SaveKey, "seq"): st.integers(0, 2**31 - 1),
     (SaveKey, "step"): st.integers(0, MAX_STEP),
-    (m.Hello, "job_id"): st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", fullmatch=True),
+    (m.Hello, "job_id"): _JOB_IDS,
     (m.Hello, "rank"): st.just(0),
     (m.Hello, "world_size"): st.integers(1, MAX_RANKS),
     (m.Hello, "pid"): st.integers(1, 2**31 - 1),
@@ -155,6 +171,17 @@ _FIELDS: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     (m.GrowRegion, "slot"): st.integers(0, m.MAX_SLOTS - 1),
     (m.GrowRegion, "byte_capacity"): st.integers(0, 2**50 - 1),
     (m.RestoreStep, "step"): st.none() | st.integers(0, MAX_STEP),
+    (PeerEnd, "life"): st.text(alphabet="0123456789abcdef", min_size=16, max_size=16),
+    (PeerEnd, "call"): _FROM_1,
+    (PeerPing, "job_id"): _JOB_IDS,
+    (PeerPing, "node"): _NODES,
+    (Parcel, "job_id"): _JOB_IDS,
+    (Parcel, "node"): _NODES,
+    (Parcel, "number"): _FROM_1,
+    (Parcel, "rank"): st.integers(-1, MAX_RANKS - 1),
+    (Parcel, "frame"): st.binary(min_size=1, max_size=40),
+    (PeerRefused, "job_id"): _JOB_IDS,
+    (PeerRefused, "node"): _NODES,
     (ManifestEntry, "offset_bytes"): st.integers(0, 2**40),
     (ManifestEntry, "length_bytes"): st.integers(0, 2**40),
     (ManifestEntry, "crc32"): st.integers(0, 2**32 - 1),
