@@ -1,5 +1,4 @@
-"""``ckpt-sidecar``: run, start, status, health, recover. Torch is imported by none of them on its way to the first
-answer.
+"""``ckpt-sidecar``: run, start, status, health, recover, keygen. None of them imports torch on its way to an answer.
 
 Exit codes: 0 done / healthy; 1 drain cut short / degraded / recover found problems; 2 wrong arguments / unreachable /
 recover cannot use the directory; 3 could not start; 4 another sidecar serves this job on this node.
@@ -65,6 +64,9 @@ def _parser() -> argparse.ArgumentParser:
         if name == "status":
             query.add_argument("--json", action="store_true", help="machine-readable: a list of sidecars")
     add_recover_command(commands)
+    keygen = commands.add_parser("keygen", help="draw the key with which sidecars of several nodes know each other")
+    keygen.add_argument("file", type=Path, metavar="FILE", help="a new file, mode 0600; the same goes to every node")
+    keygen.set_defaults(command=_keygen)
     return parser
 
 
@@ -142,6 +144,14 @@ def _health(parsed: argparse.Namespace) -> int:
         return EXIT_DEGRADED
     last = ", ".join(f"job {status.job_id} last committed step {status.last_committed_step}" for status in statuses)
     print(f"healthy: {last}")
+    return EXIT_OK
+
+
+def _keygen(parsed: argparse.Namespace) -> int:
+    from ckpt_sidecar.peer_keys import write_new_keys
+
+    keys = write_new_keys(parsed.file)
+    print(f"{parsed.file}: a new key, public half {keys.public.decode()}; give this file to every node of the job")
     return EXIT_OK
 
 
