@@ -142,6 +142,11 @@ class Delivery:
         self._is_up = True
         return self._greet(message, now_s)
 
+    def say_again(self, now_s: float) -> None:
+        """The transport begins anew, and what was on its way has probably been lost: do not wait for a silence."""
+        self._owes_ping = True
+        self._outbox.resend_now(now_s)
+
     def take_outgoing(self, now_s: float) -> list[Parcel | PeerPing]:
         """Everything to be handed to the transport now; call it after :meth:`send` and :meth:`receive`, and every
         second."""

@@ -89,6 +89,11 @@ class Outbox:
         if self._sent > self.acked:
             self._resend_at_s = min(self._resend_at_s, now_s + FIRST_RESEND_S)
 
+    def resend_now(self, now_s: float) -> None:
+        """What is on its way has been lost."""
+        if self._sent > self.acked:
+            self._resend_at_s = now_s
+
     def _go_back(self, now_s: float) -> None:
         self._sent, self._flying_bytes = self.acked, 0
         self._window = PROBE_PARCELS

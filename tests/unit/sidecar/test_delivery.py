@@ -142,6 +142,17 @@ def test_a_lost_parcel_is_sent_again() -> None:
     assert exchange(a, b, 5.0) == [Delivered(0, b"lost"), Delivered(0, b"next")]
 
 
+def test_on_a_new_connection_everything_is_said_again_at_once() -> None:
+    a, b = pair()
+    a.send(0, b"lost")
+    a.take_outgoing(0.1)
+    a.say_again(0.2)
+    assert carry(a, b, 0.2) == [Delivered(0, b"lost")]
+    assert carry(b, a, 0.2) == []
+    a.say_again(0.3)
+    assert [type(message) for message in a.take_outgoing(0.3)] == [PeerPing]
+
+
 def test_a_frame_that_is_empty_or_too_large_is_refused_and_nothing_has_changed() -> None:
     a, b = pair()
     for frame in (b"", bytes(MAX_PARCEL_BYTES + 1)):
