@@ -1,4 +1,4 @@
-"""The sidecar's socket: frames in, messages out. The only ZeroMQ user of the sidecar besides ``status_query``.
+"""The sidecar's socket for its own node: frames in, messages out. Between nodes: ``peer_server``, ``peer_client``.
 
 One ROUTER on an ipc path in the job's private directory. Who may talk is decided three times: by the mode of the
 directory, by libzmq's uid filter (set before bind, or it has no effect), and by the peer's credentials from the kernel.
