@@ -87,6 +87,19 @@ def processes_marked(mark: str) -> list[int]:
     return found
 
 
+def processes_in_network(namespace: str) -> list[int]:
+    """Living processes in a network namespace, named as in ``/proc/<pid>/ns/net``."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            same = os.readlink(entry / "ns" / "net") == namespace
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # ended while we looked, or of another user
+        if same:
+            found.append(int(entry.name))
+    return found
+
+
 def describe(pid: int) -> str:
     """A process as text: pid and command line."""
     try:
