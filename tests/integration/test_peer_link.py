@@ -276,6 +276,7 @@ def test_there_are_no_more_peers_than_there_is_room_for(site: Site, monkeypatch:
     site.close(client)
     site.now_s += peer_server.FORGET_AFTER_S
     site.until(lambda: site.ups(server) == [B, C], "the room of one that is long silent is given away")
+    assert [silence.life for silence in server.tick(site.now_s)] == [C]
 
 
 # ---------------------------------------------------------------- who is let in
