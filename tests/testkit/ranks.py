@@ -57,10 +57,12 @@ class RankStarter:
         group: bool = False,
         environment: Mapping[str, str] | None = None,
         threads_may_stay: bool = False,
+        here: Sequence[int] | None = None,
     ) -> RunningRanks:
         """Start ``function(*arguments)`` on every rank; it must be at the top level of its file.
 
-        ``environment`` is added to that of each rank; ``group`` initialises a gloo process group around the function.
+        ``environment`` is added to that of each rank and has the last word; ``group`` initialises a gloo process group
+        around the function; ``here`` are the ranks of this node, if others are started elsewhere.
         """
         import torch
 
@@ -68,16 +70,17 @@ class RankStarter:
         folder.mkdir()
         packed = folder / "arguments.pt"
         torch.save(arguments, packed)
-        given = {**self._environment, **(environment or {}), **_torchrun_variables(world_size)}
+        here = range(world_size) if here is None else here
+        given = {**self._environment, **_torchrun_variables(world_size, len(here)), **(environment or {})}
         pids = []
-        for rank in range(world_size):
+        for local_rank, rank in enumerate(here):
             job = {
                 "file": inspect.getfile(function),
                 "function": function.__name__,
                 "arguments": str(packed),
-                "result": str(folder / f"rank-{rank}.result"),
-                "log": str(folder / f"rank-{rank}.log"),
-                "environment": {**given, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                "result": str(folder / f"rank-{local_rank}.result"),
+                "log": str(folder / f"rank-{local_rank}.log"),
+                "environment": {**given, "RANK": str(rank), "LOCAL_RANK": str(local_rank)},
                 "store": str(folder / "store") if group else "",
                 "path": [] if self._stock else [str(TESTS)],
             }
@@ -104,7 +107,8 @@ class RankStarter:
 
 
 class RunningRanks:
-    """Ranks that were started. Every way to wait for them is bounded, and kills what did not end in time."""
+    """Ranks that were started, numbered as on this node. Every way to wait for them is bounded, and kills what did not
+    end in time."""
 
     def __init__(
         self, pids: Sequence[int], folder: Path, ask: Callable[[dict[str, Any]], Any], threads_may_stay: bool
@@ -146,6 +150,10 @@ class RunningRanks:
             raise RankFailed(f"rank {rank}: {self.text(rank)}")
         return outcome["result"]
 
+    def error_of(self, rank: int) -> str:
+        """The traceback of what the function raised on one rank that has ended; empty if it raised nothing."""
+        return str(self._outcome(rank).get("error", ""))
+
     def text(self, rank: int) -> str:
         """What a rank wrote and raised, for a failure's text."""
         log = self._folder / f"rank-{rank}.log"
@@ -160,10 +168,10 @@ class RunningRanks:
         return outcome
 
 
-def _torchrun_variables(world_size: int) -> dict[str, str]:
+def _torchrun_variables(world_size: int, local_world_size: int) -> dict[str, str]:
     return {
         "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29500",
         "TORCHELASTIC_RESTART_COUNT": "0",

@@ -36,6 +36,17 @@ def load_flat(checkpoint_id: str) -> dict[str, Any]:
     return state
 
 
+def load_each(checkpoint_ids: Sequence[str]) -> dict[str, dict[str, Any] | str]:
+    """:func:`load_flat` of each; where that fails, why."""
+    found: dict[str, dict[str, Any] | str] = {}
+    for checkpoint_id in checkpoint_ids:
+        try:
+            found[checkpoint_id] = load_flat(checkpoint_id)
+        except BaseException as error:  # noqa: BLE001 - DCP's own errors are no Exceptions
+            found[checkpoint_id] = f"{type(error).__name__}: {error}"
+    return found
+
+
 def load_onto_mesh(
     checkpoint_id: str, mesh_shape: Sequence[int], placements: Mapping[str, Sequence[str]]
 ) -> dict[str, torch.Tensor]:
