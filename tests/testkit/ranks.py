@@ -25,15 +25,17 @@ class RankFailed(AssertionError):
 
 
 class RankStarter:
-    """Owner of one zygote. ``stock`` ranks cannot import our packages."""
+    """Owner of one zygote. ``stock`` ranks cannot import our packages; ``preload`` modules are imported before the
+    fork."""
 
-    def __init__(self, folder: Path, *, stock: bool = False) -> None:
+    def __init__(self, folder: Path, *, stock: bool = False, preload: Sequence[str] = ()) -> None:
         self._folder = folder
         self._numbers = itertools.count()
         self._stock = stock
         flags = ["-I"] if stock else []
         command = [sys.executable, *flags, str(Path(__file__).with_name("zygote.py"))]
         command += ["--stock"] if stock else []
+        command += [f"--preload={','.join(preload)}"] if preload else []
         self._environment = {
             **{
                 key: value

@@ -2,7 +2,7 @@
 
 Importing torch costs two seconds, a fork milliseconds. Nothing has run in here before the fork: no thread, no client,
 no process group, so a rank is as fresh as one that a launcher started. Started with ``--stock`` it cannot import our
-packages, nor can its ranks.
+packages, nor can its ranks; started with ``--preload=a,b`` it has imported these modules too.
 
 Protocol on standard input and output, one JSON value per line: ``{"fork": JOB}`` is answered with the pid,
 ``{"reap": PID}`` with the exit code (negative: killed by that signal), null while the process lives. End of input ends
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib
 import importlib.abc
 import importlib.util
 import json
@@ -45,6 +46,10 @@ def main() -> None:
     if "--stock" not in sys.argv:
         import pytest  # noqa: F401  (the modules that hold the ranks' functions import it)
 
+    for argument in sys.argv[1:]:
+        if argument.startswith("--preload="):
+            for name in argument.removeprefix("--preload=").split(","):
+                importlib.import_module(name)
     torch.set_num_threads(1)
     gc.freeze()
     control_in, control_out = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")
