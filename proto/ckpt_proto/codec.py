@@ -25,6 +25,8 @@ from ckpt_proto.version import PROTOCOL_VERSION
 MAX_MESSAGE_BYTES = 512 << 20
 """Largest frame that is sent or accepted: the plans of 1,024 ranks x 2,000 items are about 300 MiB."""
 
+_MAX_RULE_CHARS = 400
+
 Decoder = Callable[[Any, str], Any]
 
 
@@ -78,6 +80,11 @@ def _shown(value: Any) -> str:
     return repr(value) if isinstance(value, (int, float, type(None))) else type(value).__name__
 
 
+def _shortened(text: str) -> str:
+    """A rule's error text may repeat the value that broke it, which is as long as its sender liked."""
+    return text if len(text) <= _MAX_RULE_CHARS else f"{text[:_MAX_RULE_CHARS]}... ({len(text)} characters)"
+
+
 def _envelope(frame: bytes | memoryview) -> tuple[Any, Any, Any]:
     try:
         envelope = msgpack.unpackb(frame, raw=False, strict_map_key=True)
@@ -117,7 +124,7 @@ def _build(cls: type, fields: dict[str, Any], where: str) -> Any:
     try:
         return cls(**values)
     except (CheckpointError, ValueError) as error:
-        raise RemoteProtocolError(f"{where}: {error}") from error
+        raise RemoteProtocolError(f"{where}: {_shortened(str(error))}") from error
 
 
 @cache

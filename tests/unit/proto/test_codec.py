@@ -322,6 +322,9 @@ def test_a_refusal_does_not_repeat_a_huge_value() -> None:
     for frame in (
         msgpack.packb([PROTOCOL_VERSION, huge, {}]),
         msgpack.packb([huge, "Heartbeat", {}]),
+        frame_with(EXAMPLES[0], directory=huge),
+        frame_with(ProposePlan(SAVE, (), ()), items=[[huge, "bytes", None, [1]]]),
+        frame_with(ProposePlan(SAVE, (), ()), items=[["x", huge]]),
     ):
         with pytest.raises(RemoteProtocolError) as raised:
             decode(frame)
