@@ -173,7 +173,8 @@ class Seal:
         if len(header) != _SEAL.size:
             return None
         magic, length, crc = _SEAL.unpack(header)
-        if magic != _SEAL_MAGIC or length > _MAX_SEAL_BYTES:
+        # A length is believed only as far as the file goes: reading allocates what it is told to read.
+        if magic != _SEAL_MAGIC or length > min(_MAX_SEAL_BYTES, os.fstat(self._fd).st_size - _SEAL.size):
             return None
         record = os.pread(self._fd, length, _SEAL.size)
         return record if len(record) == length and zlib.crc32(record) == crc else None
