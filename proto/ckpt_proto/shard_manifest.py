@@ -14,6 +14,9 @@ from ckpt_proto.identity import MAX_RANKS, SaveKey
 from ckpt_proto.messages import Message
 from ckpt_proto.plan_items import PlanItem
 
+MAX_NAME_BYTES = 255
+"""Longest name of a file on Linux (NAME_MAX)."""
+
 
 @dataclass(frozen=True)
 class ManifestEntry:
@@ -54,8 +57,12 @@ class ShardManifest(Message):
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size <= MAX_RANKS:
             raise LocalProtocolError(f"manifest of rank {self.rank} in a world of {self.world_size}")
-        if "/" in self.file_name or self.file_name in ("", ".", ".."):
+        if "/" in self.file_name or "\0" in self.file_name or self.file_name in ("", ".", ".."):
             raise LocalProtocolError(f"manifest names a file {self.file_name!r} outside the checkpoint directory")
+        if len(self.file_name.encode()) > MAX_NAME_BYTES:
+            raise LocalProtocolError(
+                f"manifest names a file with {len(self.file_name.encode())} bytes; {MAX_NAME_BYTES} are possible"
+            )
         for entry in self.entries:
             if entry.offset_bytes + entry.length_bytes > self.file_bytes:
                 raise LocalProtocolError(f"{entry.item.fqn}: entry ends behind the file's {self.file_bytes} bytes")

@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from ckpt_proto.plan_items import ItemKind, PlanItem
 from ckpt_proto.shard_manifest import ShardManifest
 from ckpt_sidecar.durable_fs import NotDurable, publish, remove_files, sync_dir
 from ckpt_sidecar.events import Publish
-from ckpt_sidecar.frames import dtype_of
+from ckpt_sidecar.frames import FrameError, dtype_of
 from ckpt_sidecar.metadata_file import read_metadata_file
 from ckpt_sidecar.regular_file import read_regular_file
 
@@ -44,7 +44,6 @@ logger = logging.getLogger(__name__)
 DCP_VERSION = "1.0.0"
 """Value of ``Metadata.version`` that DCP's own writer sets (the field exists since torch 2.9)."""
 
-_LAYOUTS = {name: layout for name, layout in vars(torch).items() if isinstance(layout, torch.layout)}
 _MEMORY_FORMATS = {name: getattr(torch, name) for name in ("contiguous_format", "channels_last", "preserve_format")}
 
 
@@ -204,21 +203,34 @@ def _add_state(state: dict[str, Any], item: PlanItem) -> None:
         state[item.fqn] = BytesStorageMetadata()
         return
     if item.fqn not in state:
-        properties = TensorProperties(
-            dtype=dtype_of(item.dtype),
-            layout=_named(_LAYOUTS, item.layout, item),
-            requires_grad=item.requires_grad,
-            memory_format=_named(_MEMORY_FORMATS, item.memory_format, item),
-            pin_memory=item.pin_memory,
-        )
-        state[item.fqn] = TensorStorageMetadata(properties, torch.Size(item.global_sizes), [])
+        state[item.fqn] = TensorStorageMetadata(_properties(item), torch.Size(item.global_sizes), [])
     state[item.fqn].chunks.append(ChunkStorageMetadata(torch.Size(item.offsets), torch.Size(item.sizes)))
 
 
-def _named(known: Mapping[str, Any], name: str, item: PlanItem) -> Any:
-    if name not in known:
-        raise IncompleteCheckpoint(f"the manifest says {name[:80]!r} of {item.fqn}, expected one of {sorted(known)}")
-    return known[name]
+def _properties(item: PlanItem) -> TensorProperties:
+    """What a manifest says of a tensor. The names in it are looked up in torch, which has much besides layouts.
+
+    Raises:
+        IncompleteCheckpoint: one of them is no dtype, layout or memory format.
+    """
+    layout = getattr(torch, item.layout, None)
+    memory_format = _MEMORY_FORMATS.get(item.memory_format)
+    if not isinstance(layout, torch.layout) or memory_format is None:
+        raise IncompleteCheckpoint(
+            f"{item.fqn}: torch {torch.__version__} in the sidecar has no layout {item.layout[:80]!r} or no memory "
+            f"format {item.memory_format[:80]!r}"
+        )
+    try:
+        dtype = dtype_of(item.dtype)
+    except FrameError as error:
+        raise IncompleteCheckpoint(f"{item.fqn}: {error}") from error
+    return TensorProperties(
+        dtype=dtype,
+        layout=layout,
+        requires_grad=item.requires_grad,
+        memory_format=memory_format,
+        pin_memory=item.pin_memory,
+    )
 
 
 def _try_to_remove_superseded(directory: Path, save: SaveKey) -> None:

@@ -34,10 +34,16 @@ def test_a_rank_without_entries_has_a_manifest_too() -> None:
     assert decode(encode(empty)) == empty
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "../x", "/etc/passwd", "sub/file"])
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "/etc/passwd", "sub/file", "a\0b"])
 def test_a_manifest_never_leads_out_of_its_checkpoint(name: str) -> None:
     with pytest.raises(LocalProtocolError, match="outside the checkpoint directory"):
         dataclasses.replace(MANIFEST, file_name=name)
+
+
+def test_a_manifest_names_no_file_that_cannot_be() -> None:
+    assert dataclasses.replace(MANIFEST, file_name="x" * 255).file_name
+    with pytest.raises(LocalProtocolError, match="256 bytes; 255 are possible"):
+        dataclasses.replace(MANIFEST, file_name="é" * 128)
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(-1, 2), (2, 2), (0, 0), (0, 2**20 + 1)])

@@ -251,6 +251,23 @@ def test_a_torn_manifest_is_refused(attempt: Publish) -> None:
     refused(attempt, "no shard manifest")
 
 
+@pytest.mark.parametrize(
+    "change", [{"layout": "load"}, {"layout": "nn"}, {"layout": "no such"}, {"memory_format": "x"}, {"dtype": "Tensor"}]
+)
+def test_a_name_that_is_no_property_of_a_tensor_is_not_looked_up_and_published(
+    attempt: Publish, change: dict[str, str]
+) -> None:
+    def damage(manifest: ShardManifest) -> ShardManifest:
+        index = next(index for index, entry in enumerate(manifest.entries) if entry.item.dtype)
+        entry = manifest.entries[index]
+        damaged = replace(entry, item=replace(entry.item, **change))
+        return replace(manifest, entries=(*manifest.entries[:index], damaged, *manifest.entries[index + 1 :]))
+
+    for rank in range(WORLD_SIZE):
+        rewrite(attempt, rank, damage)
+    refused(attempt, "torch .* in the sidecar has no")
+
+
 def test_a_missing_data_file_is_refused(attempt: Publish) -> None:
     path = directory_of(attempt) / data_file_name(1, attempt.save.save_id)
     path.unlink()
