@@ -8,31 +8,41 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import socket
 import struct
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import zmq
 
 from ckpt_proto.codec import MAX_MESSAGE_BYTES, decode, encode
-from ckpt_proto.errors import RemoteProtocolError, report_of
+from ckpt_proto.errors import LocalProtocolError, RemoteProtocolError, report_of
 from ckpt_proto.messages import Hello, Message, Refused
 from ckpt_proto.runtime_dir import endpoint, socket_path
 from ckpt_sidecar.events import UNKNOWN_PID
 
 _CREDENTIALS = struct.Struct("3i")
-MAX_QUEUED = 10_000
-"""Messages kept for one slow client; steady state has a handful per save."""
+MAX_QUEUED = 1_000
+"""Messages kept for one slow client, and of one that is faster than the loop; steady state has a handful per save."""
+MAX_RECEIVED = 200
+"""Messages taken in before the loop looks at its workers and its clock again: a few milliseconds' worth."""
+MAX_DESCRIPTORS = 1 << 16
+REFUSALS_LOGGED_EVERY_S = 1.0
 
 logger = logging.getLogger(__name__)
 
 
 class Server:
-    """The socket, owned by the daemon's main thread."""
+    """The socket, owned by the daemon's main thread. ``clock`` gives monotonic seconds."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        _allow_many_connections()
         self._directory = directory
+        self._clock = clock
+        self._refused = 0
+        self._refusals_logged_s = -REFUSALS_LOGGED_EVERY_S
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
@@ -54,8 +64,9 @@ class Server:
         self._poller.poll(max(0, round(timeout_s * 1000)))
 
     def receive(self) -> Iterator[tuple[bytes, int, Message]]:
-        """Every message that is there: ``(peer, pid, message)``. A bad frame is answered with Refused and dropped."""
-        while True:
+        """Messages that are there, at most :data:`MAX_RECEIVED`: ``(peer, pid, message)``. A bad frame is answered with
+        Refused and dropped."""
+        for _ in range(MAX_RECEIVED):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
@@ -69,20 +80,45 @@ class Server:
                 # after it submitted is gone already, its message counts all the same.
                 pid = _peer_pid(body) if isinstance(message, Hello) else UNKNOWN_PID
             except RemoteProtocolError as error:
-                logger.warning("refused a message: %s", error)
+                self._log_refusal(error)
                 self.send(peer, Refused(report_of(error)))
                 continue
             yield peer, pid, message
 
     def send(self, peer: bytes, message: Message) -> None:
-        """Queue a message; one for a client that has gone is dropped, as its death is noticed elsewhere."""
-        self._socket.send_multipart([peer, encode(message)])
+        """Queue a message; one for a client that has gone is dropped, as its death is noticed elsewhere.
+
+        In place of one that is too large to be sent the client gets Refused, which names both numbers: it fails what it
+        waits for, and the sidecar goes on serving the others.
+        """
+        try:
+            frame = encode(message)
+        except LocalProtocolError as error:
+            logger.error("%s", error)
+            frame = encode(Refused(report_of(error)))
+        self._socket.send_multipart([peer, frame])
+
+    def _log_refusal(self, error: RemoteProtocolError) -> None:
+        """One line a second, however fast bad frames come: the log may lie in shared memory."""
+        self._refused += 1
+        now_s = self._clock()
+        if now_s - self._refusals_logged_s >= REFUSALS_LOGGED_EVERY_S:
+            logger.warning("refused messages: %d since the last such line, the newest: %s", self._refused, error)
+            self._refused, self._refusals_logged_s = 0, now_s
 
     def close(self) -> None:
         """Send what is queued (at most a second), close, remove the socket's file."""
         self._socket.close()
         self._context.term()
         socket_path(self._directory).unlink(missing_ok=True)
+
+
+def _allow_many_connections() -> None:
+    """Take as many descriptors as the system gives: libzmq ends the process when a connection finds none left."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _peer_pid(frame: zmq.Frame) -> int:
