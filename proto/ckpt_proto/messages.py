@@ -17,6 +17,10 @@ from ckpt_proto.plan_items import Plan
 from ckpt_proto.status import SidecarStatus as _SidecarStatus
 
 MAX_SLOTS = 8
+MAX_PATH_BYTES = 4095
+"""Longest path that Linux opens (PATH_MAX, less the terminating NUL)."""
+MAX_NAME_CHARS = 255
+"""Longest name of a node or a torch version."""
 
 
 def _check(condition: bool, text: str) -> None:
@@ -68,6 +72,10 @@ class Hello(Message):
         _check(1 <= self.slots <= MAX_SLOTS, f"{self.slots} slots per rank; 1 to {MAX_SLOTS} are possible")
         bounded = 0 < self.stage_timeout_s < math.inf
         _check(bounded, f"stage timeout {self.stage_timeout_s} s is not a positive number of seconds")
+        # All of them come back in refusals, failures and every status.
+        nbytes, nchars = len(self.directory.encode(errors="replace")), max(len(self.node), len(self.torch_version))
+        _check(nbytes <= MAX_PATH_BYTES, f"checkpoint directory has {nbytes} bytes; {MAX_PATH_BYTES} are possible")
+        _check(nchars <= MAX_NAME_CHARS, f"node or torch version has {nchars} characters, more than {MAX_NAME_CHARS}")
         _check(self.directory.startswith("/"), f"checkpoint directory {self.directory!r} is not an absolute path")
         _check("\0" not in self.directory, "checkpoint directory has a NUL character")
         if self.session:
