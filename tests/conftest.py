@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from testkit.leaks import left_since, private_shm_root, snapshot
+from testkit.outcomes import Outcomes
 
 if TYPE_CHECKING:
     from testkit.ranks import RankStarter
@@ -24,11 +25,27 @@ _LAUNCHER_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
 _LAUNCHER_PREFIXES = ("CKPT_SIDECAR_", "TORCHELASTIC_", "PET_")
+_OUTCOMES = pytest.StashKey[Outcomes]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Stock ``dcp.load`` warns where there is no process group."""
     config.addinivalue_line("filterwarnings", "ignore:torch.distributed is disabled:UserWarning")
+    config.stash[_OUTCOMES] = Outcomes()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print what became of disturbed saves, if any test has told."""
+    lines = config.stash[_OUTCOMES].lines()
+    if lines:
+        terminalreporter.section("outcomes of faults")
+        terminalreporter.write_line("\n".join(lines))
+
+
+@pytest.fixture
+def outcomes(pytestconfig: pytest.Config) -> Outcomes:
+    """Where a fault test tells what became of its saves; a table of all of them is printed at the end."""
+    return pytestconfig.stash[_OUTCOMES]
 
 
 @pytest.fixture(autouse=True)

@@ -26,6 +26,7 @@ from ckpt_proto.runtime_dir import socket_path
 from ckpt_trainer_client import CheckpointClient
 from testkit.attackers import ATTACKS, begun, connected, dealer, hello, message_frame, shake_hands, stop
 from testkit.mutations import seeds
+from testkit.outcomes import Outcomes
 from testkit.ranks import RankStarter, RunningRanks
 from testkit.rogue_rank import rogue_rank
 from testkit.sidecars import Sidecar
@@ -85,15 +86,22 @@ def has_ended(run: RunningRanks) -> bool:
 @pytest.mark.parametrize("saves", SAVES)
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
 def test_a_healthy_client_goes_on_saving(
-    tmp_path: Path, sidecar: Sidecar, ranks: RankStarter, attack: Callable[[str, str, int], int], saves: int
+    tmp_path: Path,
+    sidecar: Sidecar,
+    ranks: RankStarter,
+    outcomes: Outcomes,
+    attack: Callable[[str, str, int], int],
+    saves: int,
 ) -> None:
-    with CheckpointClient(tmp_path / "checkpoints") as client:
+    scenario = outcomes.run(f"socket attacked: {attack.__name__}")
+    with CheckpointClient(tmp_path / "checkpoints") as client, scenario as outcome:
         client.save({"x": torch.zeros(1_000)}, step=0).result(LIMIT_S)
         before = size_of(sidecar.pid)
         largest = before.resident_bytes
         with under_attack(attack, sidecar, tmp_path / "attackers", ranks):
             for step in range(1, saves + 1):
                 client.save({"x": torch.full((1_000,), float(step))}, step=step).result(LIMIT_S)
+                outcome.committed += 1
                 largest = max(largest, size_of(sidecar.pid).resident_bytes)
                 if step % 10 == 1:
                     assert f"step {step}" in probe()
