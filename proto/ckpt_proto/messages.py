@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ckpt_proto.coordinator_address import check_coordinator_address
 from ckpt_proto.errors import FailureReport, LocalProtocolError
 from ckpt_proto.identity import MAX_RANKS, MAX_STEP, SaveKey, check_job_id, check_session
 from ckpt_proto.plan_items import Plan
@@ -46,8 +47,10 @@ class Hello(Message):
     """Rank -> sidecar, first on every connection. Answer: Welcome, Refused, or nothing until the coordinator is up.
 
     ``process_start_s`` tells a reused pid from the process that said Hello (seconds since boot, from the kernel).
-    ``session`` is empty at first and repeated when a client reconnects to a restarted sidecar.
-    ``incarnation`` is torchelastic's restart count.
+    ``session`` is empty at first and repeated when a client connects again. ``incarnation`` is torchelastic's restart
+    count. ``next_seq`` is the number of the client's next save, ``in_flight`` the numbers of those whose end it does
+    not know: what is neither has ended, whatever a restarted sidecar finds of it. ``coordinator`` is the ``host:port``
+    of rank 0's node for the sidecars of the others; empty if all ranks are on one node.
     """
 
     job_id: str
@@ -62,6 +65,9 @@ class Hello(Message):
     directory: str
     slots: int
     stage_timeout_s: float
+    next_seq: int = 0
+    in_flight: tuple[int, ...] = ()
+    coordinator: str = ""
 
     def __post_init__(self) -> None:
         check_job_id(self.job_id)
@@ -78,6 +84,10 @@ class Hello(Message):
         _check(nchars <= MAX_NAME_CHARS, f"node or torch version has {nchars} characters, more than {MAX_NAME_CHARS}")
         _check(self.directory.startswith("/"), f"checkpoint directory {self.directory!r} is not an absolute path")
         _check("\0" not in self.directory, "checkpoint directory has a NUL character")
+        try:
+            check_coordinator_address(self.coordinator)
+        except ValueError as error:
+            raise LocalProtocolError(str(error)) from error
         if self.session:
             check_session(self.session)
 
@@ -137,6 +147,17 @@ class SubmitShard(Message):
 
 
 @dataclass(frozen=True)
+class Resubmit(Message):
+    """Rank -> sidecar, after it was welcomed again: this was handed over, and its end is not known here.
+
+    The sidecar may have it, may have ended it, or may be a new one that never saw it: it looks for the seal, then for
+    the shard manifest. Answers: as to the SubmitShard.
+    """
+
+    submit: SubmitShard
+
+
+@dataclass(frozen=True)
 class GrowRegion(Message):
     """Rank -> sidecar: the byte entries of this save need ``byte_capacity`` bytes. Answer: RegionReady,
     RegionRefused."""
@@ -191,20 +212,32 @@ class AskRestoreStep(Message):
 
 @dataclass(frozen=True)
 class Welcome(Message):
-    """Sidecar -> rank, answer to Hello. ``committed_steps`` are the steps in the directory that can be restored."""
+    """Sidecar -> rank, answer to Hello. ``committed_steps`` are the steps in the directory that can be restored.
+
+    A second one tells that the sidecar, or the coordinator, was restarted or the connection renewed: the rank says
+    again what has no answer yet. ``plan_id`` is the plan that the sidecar has for this rank, empty if it has none.
+    ``pid`` is of the client that said Hello: the rank may have been restarted since, and the answer is not for the
+    next one.
+    """
 
     session: str
     sidecar_id: str
     node: str
     torch_version: str
     committed_steps: tuple[int, ...]
+    plan_id: str = ""
+    pid: int = 0
 
 
 @dataclass(frozen=True)
 class Refused(Message):
-    """Sidecar -> rank, answer to Hello: this client cannot be served; the client raises the failure."""
+    """Sidecar -> rank, answer to Hello: this client cannot be served; the client raises the failure.
+
+    ``pid`` is of the client that said Hello, if the coordinator answers.
+    """
 
     failure: FailureReport
+    pid: int = 0
 
 
 @dataclass(frozen=True)
@@ -232,7 +265,8 @@ class MakeGlobalPlan(Message):
 class FinalPlan(Message):
     """Coordinator -> each rank, through its sidecar, which lays the region out: what this rank writes.
 
-    ``warnings`` are sentences for the log, such as keys whose values differ between ranks.
+    ``warnings`` are sentences for the log, such as keys whose values differ between ranks. A rank sends it back to a
+    restarted sidecar that does not have it.
     """
 
     save: SaveKey
@@ -270,10 +304,14 @@ class RegionRefused(Message):
 
 @dataclass(frozen=True)
 class SlotFreed(Message):
-    """Sidecar -> rank: the sidecar has let go of the slot; the rank may fill it again."""
+    """Sidecar -> rank: the sidecar has let go of the slot; the rank may fill it again.
+
+    ``seq`` is the number of the save that held it: a slot that the rank has sealed for another one since stays sealed.
+    """
 
     slot: int
     generation: int
+    seq: int = -1
 
 
 @dataclass(frozen=True)
@@ -327,20 +365,31 @@ class RestoreStep(Message):
 
 @dataclass(frozen=True)
 class ShardStaged(Message):
-    """Sidecar -> coordinator: the rank's region is sealed, its write has been queued."""
+    """Sidecar -> coordinator: the rank's region is sealed, its write has been queued.
+
+    ``world_size`` and ``directory`` are for a coordinator that was restarted since and does not know the session.
+    """
 
     save: SaveKey
     rank: int
     plan_id: str
     overwrite: bool = False
+    world_size: int = 0
+    directory: str = ""
 
 
 @dataclass(frozen=True)
 class RankLeft(Message):
-    """Sidecar -> coordinator: the rank's client is gone: it said Goodbye (``reason`` empty) or died."""
+    """Sidecar -> coordinator: the rank's client is gone: it said Goodbye (``reason`` empty) or died.
+
+    ``session`` is the one it was in, for a coordinator that was restarted since; empty if it had none yet.
+    ``directory`` is given if the rank was dead when its sidecar started: what it had persisted may want a commit.
+    """
 
     rank: int
     reason: str = ""
+    session: str = ""
+    directory: str = ""
 
 
 # ---------------------------------------------------------------- health

@@ -70,7 +70,10 @@ class FailureStatus:
 
 @dataclass(frozen=True)
 class SidecarStatus:
-    """The whole answer. Times are seconds, sizes bytes; ``last_committed_step`` is None before the first commit."""
+    """The whole answer. Times are seconds, sizes bytes; ``last_committed_step`` is None before the first commit.
+
+    ``links`` has a line for each link to the sidecar of another node.
+    """
 
     sidecar_id: str
     job_id: str
@@ -96,3 +99,4 @@ class SidecarStatus:
     failures: tuple[FailureStatus, ...]
     torch_ready: bool
     torch_version: str
+    links: tuple[str, ...] = ()

@@ -46,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     add_run_options(run)
     run.add_argument("--ready-fd", type=int, help="descriptor on which READY is written")
     run.add_argument("--supervisor-pid", type=int, help="drain and exit, as on SIGTERM, when this process is gone")
+    run.add_argument("--no-orphans", action="store_true", help="leave other jobs that nobody serves alone")
     run.set_defaults(command=_run)
     start = commands.add_parser("start", help="start a sidecar in the background unless one serves the job already")
     add_run_options(start)
@@ -87,7 +88,13 @@ def _start(parsed: argparse.Namespace) -> int:
 
     config = config_from(parsed)
     arguments = ["--job-id", config.job_id, "--shm-root", str(config.shm_root), "--writers", str(config.writers)]
-    arguments += ["--nice", str(config.nice)]
+    arguments += ["--nice", str(config.nice), "--storage-retry-s", str(config.storage_retry_s)]
+    arguments += ["--reap-older-than-s", str(config.reap_older_than_s), "--write-stall-s", str(config.write_stall_s)]
+    arguments += ["--node-timeout-s", str(config.node_timeout_s)]
+    if config.peer_key_file is not None:
+        arguments += ["--peer-key-file", str(config.peer_key_file.absolute())]
+    if config.peer_insecure:
+        arguments.append("--peer-insecure")
     if config.max_write_bytes_per_s is not None:
         arguments += ["--max-write-bytes-per-s", str(config.max_write_bytes_per_s)]
     if config.idle_exit_s is not None:

@@ -14,37 +14,40 @@ never lets both be under way, so the region's mapping needs no lock.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt_proto.checkpoint_layout import checkpoint_id, data_file_name, manifest_name
-from ckpt_proto.errors import FailureReport, report_of
 from ckpt_proto.identity import SaveKey
-from ckpt_sidecar.checkpoint_dir import open_directory
-from ckpt_sidecar.durable_fs import remove_files
+from ckpt_proto.region import region_path, seal_path
+from ckpt_proto.region_journal import journal_path
 from ckpt_sidecar.events import (
     Action,
+    BreakSeal,
     CancelShard,
-    DirectoryOpened,
-    DirectoryRefused,
     Event,
+    FindShard,
+    ListShards,
     OpenDirectory,
     PrepareRegion,
     Publish,
-    Published,
-    PublishFailed,
     RegionFailed,
     RegionPrepared,
+    RemoveRegions,
     RemoveShardFiles,
     ShardBroken,
     ShardDurable,
+    ShardStalled,
     ShardStarted,
     WriteShard,
 )
+from ckpt_sidecar.leftovers import break_seal
+from ckpt_sidecar.passing_errors import may_pass
 from ckpt_sidecar.progress import Progress
+from ckpt_sidecar.storage_work import REAP_OLDER_THAN_S, StorageWork, logged
 from ckpt_sidecar.throttle import Throttle
 
 if TYPE_CHECKING:
@@ -60,9 +63,18 @@ class ActionRunner:
         runtime_dir: where the regions lie.
         writers: shards that are written at the same time.
         throttle: the bandwidth cap shared by them.
+        reap_older_than_s: files of attempts that can never be committed are removed if untouched for so long.
     """
 
-    def __init__(self, runtime_dir: Path, writers: int, throttle: Throttle, post: Callable[[Event], None]) -> None:
+    def __init__(
+        self,
+        runtime_dir: Path,
+        writers: int,
+        throttle: Throttle,
+        post: Callable[[Event], None],
+        *,
+        reap_older_than_s: float = REAP_OLDER_THAN_S,
+    ) -> None:
         self._runtime_dir = runtime_dir
         self._throttle = throttle
         self._post = post
@@ -70,6 +82,8 @@ class ActionRunner:
         self._regions: dict[tuple[int, int], Region] = {}
         self.progress: dict[tuple[int, SaveKey], Progress] = {}
         self.torch_ready = False
+        self._closing = threading.Event()
+        self._storage = StorageWork(runtime_dir, post, self._closing, reap_older_than_s)
 
     def start(self) -> None:
         """Start the threads; torch is imported on ``ckpt-layout`` at once, so that the first save finds it warm."""
@@ -81,6 +95,8 @@ class ActionRunner:
 
     def close(self) -> None:
         """Let every job that was begun end, drop those that were not, join the threads, let go of the regions."""
+        self._closing.set()
+        self._write.shutdown(wait=False, cancel_futures=True)  # what ends now must not let the next one begin
         for key in list(self.progress):
             self._cancel(*key)
         for executor in (self._layout, self._write, self._io, self._commit):
@@ -94,19 +110,27 @@ class ActionRunner:
         match action:
             case PrepareRegion():
                 self._submit(self._layout, self._prepare, action)
+            case RemoveRegions():
+                self._submit(self._layout, self._remove_regions, action)
             case WriteShard():
                 self.progress[action.submit.rank, action.submit.save] = Progress(moved_s=time.monotonic())
                 self._submit(self._write, self._write_shard, action)
             case CancelShard(rank=rank, save=save):
                 self._cancel(rank, save)
-            case RemoveShardFiles():
-                self._submit(self._commit, self._remove, action)
-            case OpenDirectory(directory=directory):
-                self._submit(self._commit, self._open, directory)
-            case Publish():
-                self._submit(self._commit, self._publish, action)
+            case BreakSeal(rank=rank, slot=slot):
+                break_seal(self._runtime_dir, rank, slot)
+            case RemoveShardFiles() | FindShard() | ListShards() | OpenDirectory() | Publish():
+                self._submit(self._commit, self._storage.run, action)
             case _:
                 raise AssertionError(f"nobody runs {action}")
+
+    def stalled(self, now_s: float, longer_than_s: float) -> list[Event]:
+        """Writes that have made no progress for so long."""
+        return [
+            ShardStalled(rank, save, progress.written_bytes, progress.total_bytes, now_s - progress.moved_s)
+            for (rank, save), progress in list(self.progress.items())
+            if progress.total_bytes and now_s - progress.moved_s > longer_than_s
+        ]
 
     def _submit(self, executor: ThreadPoolExecutor, work: Callable[..., None], *args: Any) -> None:
         executor.submit(work, *args).add_done_callback(_report_bug)
@@ -126,66 +150,53 @@ class ActionRunner:
             region = self._regions.pop(key, None)
             if region is not None:
                 region.mapping.close()
-            self._post(RegionFailed(order.rank, order.slot, order.plan_id, _logged(error, f"region {key}")))
+            self._post(RegionFailed(order.rank, order.slot, order.plan_id, logged(error, f"region {key}")))
             return
         self._post(RegionPrepared(order.rank, ready))
+
+    def _remove_regions(self, order: RemoveRegions) -> None:
+        for slot in range(order.slots):
+            region = self._regions.pop((order.rank, slot), None)
+            if region is not None:
+                region.mapping.close()
+            path = region_path(self._runtime_dir, order.rank, slot)
+            for file in (seal_path(path), journal_path(path), path):
+                file.unlink(missing_ok=True)
 
     def _write_shard(self, action: WriteShard) -> None:
         rank, save = action.submit.rank, action.submit.save
         self._post(ShardStarted(rank, save))
         try:
             progress = self.progress[rank, save]
+            progress.cancelled.wait(action.delay_s)
             progress.moved_s = time.monotonic()  # it may have waited long for a writer
-            region = self._regions[rank, action.submit.slot]
+            region = self._region_of(action)
             from ckpt_sidecar.torch_work import ShardWriter
 
             writer = ShardWriter(self._io, self._throttle, time.monotonic)
             nbytes = writer.write(action, region.layout, region.mapping, progress)
         except Exception as error:  # noqa: BLE001 - every failure must become an event
-            failure = _logged(error, f"shard of rank {rank}, step {save.step}")
-            self._post(ShardBroken(rank, save, failure))
+            failure = logged(error, f"shard of rank {rank}, step {save.step}")
+            self.progress.pop((rank, save), None)  # before it is told: the next try may begin at once, with its own
+            self._post(ShardBroken(rank, save, failure, may_pass(error)))
             return
-        finally:
-            self.progress.pop((rank, save), None)
+        self.progress.pop((rank, save), None)
         self._post(ShardDurable(rank, save, nbytes))
+
+    def _region_of(self, action: WriteShard) -> Region:
+        """The region to write; one that an earlier sidecar has prepared is attached first."""
+        key = (action.submit.rank, action.submit.slot)
+        region = self._regions.get(key)
+        if region is None or region.plan_id != action.submit.plan_id:
+            from ckpt_sidecar.torch_work import adopt_region
+
+            region = self._regions[key] = adopt_region(self._runtime_dir, action, region)
+        return region
 
     def _cancel(self, rank: int, save: SaveKey) -> None:
         progress = self.progress.get((rank, save))
         if progress is not None:
             progress.cancelled.set()
-
-    def _remove(self, order: RemoveShardFiles) -> None:
-        directory = Path(checkpoint_id(order.directory, order.save.step))
-        names = (manifest_name(order.rank, order.save.save_id), data_file_name(order.rank, order.save.save_id))
-        try:
-            remove_files([directory / name for name in names])
-            if directory.is_dir() and not any(directory.iterdir()):
-                directory.rmdir()
-        except OSError as error:
-            _logged(error, f"removing what is left of step {order.save.step}")
-
-    def _open(self, directory: str) -> None:
-        try:
-            steps = open_directory(directory)
-        except Exception as error:  # noqa: BLE001 - every failure must become an event
-            self._post(DirectoryRefused(directory, _logged(error, directory)))
-            return
-        self._post(DirectoryOpened(directory, steps))
-
-    def _publish(self, order: Publish) -> None:
-        try:
-            from ckpt_sidecar.torch_work import publish_checkpoint
-
-            publish_checkpoint(order)
-        except Exception as error:  # noqa: BLE001 - every failure must become an event
-            self._post(PublishFailed(order.save, _logged(error, f"publishing step {order.save.step}")))
-            return
-        self._post(Published(order.save))
-
-
-def _logged(error: Exception, what: str) -> FailureReport:
-    logger.warning("%s: %s: %s", what, type(error).__name__, error, exc_info=logger.isEnabledFor(logging.DEBUG))
-    return report_of(error)
 
 
 def _report_bug(future: Future[None]) -> None:

@@ -7,7 +7,7 @@ from typing import Final
 from ckpt_proto.identity import SaveKey
 from ckpt_proto.lifecycles import CheckpointState
 from ckpt_sidecar.attempt import Attempt
-from ckpt_sidecar.session import Session
+from ckpt_sidecar.membership import Terms
 
 MAX_ENDED_ATTEMPTS: Final = 64
 """Ended attempts kept to answer late ranks and ``status``; far more than can be in flight."""
@@ -28,10 +28,18 @@ class AttemptBook:
         """Whether the attempt has ended so long ago that it is not kept; its ranks were told then."""
         return save.seq <= self._forgotten.get(save.session, -1)
 
-    def open(self, save: SaveKey, session: Session, now_s: float) -> Attempt:
+    def open(self, save: SaveKey, terms: Terms, now_s: float) -> Attempt:
         """Begin an attempt."""
         self._forget()
-        attempt = Attempt(save, session.world_size, session.directory, session.stage_timeout_s, now_s)
+        attempt = Attempt(
+            save,
+            terms.world_size,
+            terms.directory,
+            terms.stage_timeout_s,
+            now_s,
+            adopted=terms.adopted,
+            news_s=now_s,
+        )
         self.attempts[save.session, save.seq] = attempt
         return attempt
 

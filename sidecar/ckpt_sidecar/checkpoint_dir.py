@@ -22,7 +22,7 @@ def open_directory(directory: str) -> tuple[int, ...]:
     try:
         make_dirs(path)
         _try_writing(path)
-        return tuple(sorted(_committed_steps(path)))
+        return committed_steps(path)
     except OSError as error:
         raise StorageError(f"checkpoint directory {directory} cannot be used: {error}") from error
 
@@ -37,7 +37,13 @@ def _try_writing(path: Path) -> None:
         os.unlink(probe)
 
 
-def _committed_steps(path: Path) -> list[int]:
+def committed_steps(path: Path) -> tuple[int, ...]:
+    """The committed steps in a checkpoint directory, in order.
+
+    Raises:
+        StorageError: it is itself a checkpoint, or holds something called ``step-N`` that is no directory.
+        OSError: it cannot be read.
+    """
     if (path / METADATA_NAME).exists():
         raise StorageError(
             f"{path} is itself a checkpoint (it holds {METADATA_NAME}): give CheckpointClient the directory above it"
@@ -51,4 +57,4 @@ def _committed_steps(path: Path) -> list[int]:
             raise StorageError(f"{entry} is no directory but has the name of a checkpoint: move it away")
         if (entry / METADATA_NAME).exists():
             steps.append(step)
-    return steps
+    return tuple(sorted(steps))

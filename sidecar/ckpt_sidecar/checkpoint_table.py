@@ -7,6 +7,7 @@ part is ``membership``'s business.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from ckpt_proto.checkpoint_layout import checkpoint_id
 from ckpt_proto.errors import FailureReport
@@ -27,8 +28,9 @@ from ckpt_proto.messages import (
     ReportSkip,
     ShardPersisted,
     ShardStaged,
+    Welcome,
 )
-from ckpt_sidecar.attempt import DECIDE_TIMEOUT_S, PERSIST_TIMEOUT_S, Attempt
+from ckpt_sidecar.attempt import DECIDE_TIMEOUT_S, LISTING_S, PERSIST_TIMEOUT_S, RETURN_S, Attempt
 from ckpt_sidecar.attempt_book import MAX_ENDED_ATTEMPTS, AttemptBook
 from ckpt_sidecar.counters import Counters
 from ckpt_sidecar.events import (
@@ -37,15 +39,36 @@ from ckpt_sidecar.events import (
     DirectoryOpened,
     DirectoryRefused,
     Event,
+    ListedShard,
+    ListShards,
+    NodeSilent,
     Publish,
     Published,
     PublishFailed,
+    ShardsListed,
     Tick,
     ToRank,
 )
-from ckpt_sidecar.membership import Departure, Membership
-from ckpt_sidecar.plan_book import PlanBook, PlanStep, structures_differ
+from ckpt_sidecar.membership import Departure, Membership, Terms
+from ckpt_sidecar.plan_book import (
+    PlanBook,
+    PlanStep,
+    lacks_its_plan,
+    made_by,
+    plan_lost,
+    structures_differ,
+)
+from ckpt_sidecar.routes import session_of
 from ckpt_sidecar.session import Session
+
+PLAN_LOST_S: Final = 15.0
+"""How long ranks wait for a plan that rank 0 made before this coordinator lived."""
+
+NODE_GRACE_S: Final = 5.0
+"""How old an attempt must be before a silent node ends it: the node may be about to come back."""
+
+PUBLISH_AGAIN_S: Final = 2.0
+"""Wait before publishing is tried again after an error that may pass."""
 
 __all__ = ["DECIDE_TIMEOUT_S", "MAX_ENDED_ATTEMPTS", "PERSIST_TIMEOUT_S", "CheckpointTable"]
 
@@ -53,7 +76,9 @@ __all__ = ["DECIDE_TIMEOUT_S", "MAX_ENDED_ATTEMPTS", "PERSIST_TIMEOUT_S", "Check
 class CheckpointTable:
     """The coordinator's decisions. ``handle`` is the only method that changes anything."""
 
-    def __init__(self, new_token: Callable[[], str]) -> None:
+    def __init__(self, new_token: Callable[[], str], *, retry_s: float = 30.0) -> None:
+        """``new_token`` draws a session's name; ``retry_s``: how long publishing that fails is tried again."""
+        self._retry_s = retry_s
         self._members = Membership(new_token)
         self._plans = PlanBook()
         self._book = AttemptBook()
@@ -79,7 +104,7 @@ class CheckpointTable:
     @property
     def is_busy(self) -> bool:
         """Whether an attempt can still end in a commit."""
-        return self._book.is_busy
+        return self._book.is_busy or self._members.is_opening
 
     # ------------------------------------------------------------ events
 
@@ -94,20 +119,26 @@ class CheckpointTable:
                 return self._members.refused(directory, failure)
             case Published(save=save):
                 return self._published(save, now_s)
-            case PublishFailed(save=save, failure=failure):
-                attempt = self.attempts[save.session, save.seq]
-                attempt.publishing = False
-                return self._abort(attempt, [failure], now_s)
+            case PublishFailed():
+                return self._not_published(event, now_s)
+            case ShardsListed(save=save):
+                attempt = self._book.get(save)
+                return self._listed(attempt, event, now_s) if attempt is not None else []
+            case NodeSilent():
+                return self._node_silent(event, now_s)
             case Tick():
                 return self._tick(now_s)
         return []
 
     def _from_rank(self, rank: int, message: Message, now_s: float) -> list[Action]:
+        if not isinstance(message, Hello):
+            self._members.heard(rank, session_of(message))
         match message:
             case Hello():
-                return [*self._joined(self._members.hello(message), now_s), *self._ask_again(message)]
+                return self._joined(self._members.hello(message), now_s)
             case RankLeft():
                 departure = self._members.left(message)
+                self._members.remember_to_sweep(message)
                 return self._depart(departure, now_s) if departure else []
             case AskRestoreStep():
                 return self._members.ask(rank, message, must_wait=self._earlier_life_is_busy())
@@ -119,13 +150,14 @@ class CheckpointTable:
         if attempt is None:
             if self._book.is_forgotten(save):
                 return []  # it has ended long ago, and the rank was told then
-            if not self._members.is_member(save.session, rank):
+            terms = self._members.terms(save, rank, message)
+            if terms is None:
                 return [ToRank(rank, Aborted(save, (self._ended(save, rank),)))]
-            attempt = self._open(save, now_s)
+            attempt = self._open(save, terms, now_s)
         attempt.keys.setdefault(rank, save)
         if not attempt.is_open:
             return self._answer_late(attempt, rank)
-        if attempt.approved:
+        if attempt.approved or attempt.doomed:
             return []
         failures = self._impossible(attempt, rank, message)
         return self._abort(attempt, failures, now_s) if failures else self._progress(attempt, rank, message, now_s)
@@ -159,16 +191,17 @@ class CheckpointTable:
         before: list[Action] = []
         for departure in departures:
             before += self._depart(departure, now_s)
+        for action in actions:
+            if isinstance(action, ToRank) and action.rank == 0 and isinstance(action.message, Welcome):
+                actions = [*actions, *self._ask_again(action.message.session)]
         return [*before, *actions]
 
-    def _ask_again(self, hello: Hello) -> list[Action]:
-        """Rank 0 has reconnected to its session: the question whether to commit may have been lost on the way."""
-        if hello.rank != 0 or not hello.session or not self._members.is_member(hello.session, 0):
-            return []
+    def _ask_again(self, token: str) -> list[Action]:
+        """Rank 0 is back in its session: the question whether to commit may have been lost on the way."""
         return [
             self._ask_commit(attempt)
-            for attempt in self._book.open_of(hello.session)
-            if attempt.state is CheckpointState.COMPLETE and not attempt.approved
+            for attempt in self._book.open_of(token)
+            if attempt.state is CheckpointState.COMPLETE and not attempt.approved and not attempt.doomed
         ]
 
     def _ask_commit(self, attempt: Attempt) -> Action:
@@ -180,9 +213,11 @@ class CheckpointTable:
         actions: list[Action] = []
         for attempt in self._book.open_of(departure.token):
             attempt.tell(now_s, f"rank {rank} left{': ' + reason if reason else ''}")
-            if rank not in attempt.staged:
+            if rank not in attempt.staged and attempt.adopted:
+                actions += self._list(attempt, now_s)  # what it had staged before we lived may be durable
+            elif rank not in attempt.staged:
                 actions += self._abort(attempt, [self._lost(attempt.save, rank, reason)], now_s)
-            elif rank == 0 and attempt.asked_s is not None and not attempt.approved:
+            elif rank == 0 and attempt.asked_s is not None and not attempt.approved and not attempt.doomed:
                 actions += self._publish(attempt, now_s, "rank 0 is gone")
         return actions
 
@@ -203,10 +238,8 @@ class CheckpointTable:
 
     # ------------------------------------------------------------ attempts
 
-    def _open(self, save: SaveKey, now_s: float) -> Attempt:
-        session = self.session
-        assert session is not None
-        attempt = self._book.open(save, session, now_s)
+    def _open(self, save: SaveKey, terms: Terms, now_s: float) -> Attempt:
+        attempt = self._book.open(save, terms, now_s)
         # The plan in use was used by the newest attempts; a plan that no kept attempt names is gone for good.
         self._plans.keep_only(kept.plan_id for kept in self.attempts.values())
         return attempt
@@ -231,7 +264,7 @@ class CheckpointTable:
             hint = "every rank must call save() for the same steps in the same order"
             return [self._at(attempt.save, rank, FailureReport("StepsDiffer", text, hint))]
         session = self.session
-        if session is None or session.token != attempt.save.session:
+        if session is None or session.token != attempt.save.session or attempt.adopted:
             return []
         gone = [other for other in session.departed if other not in attempt.staged]
         return [self._lost(attempt.save, other, session.departed[other]) for other in gone]
@@ -239,12 +272,25 @@ class CheckpointTable:
     def _abort(
         self, attempt: Attempt, failures: Sequence[FailureReport], now_s: float, *, replan: bool = False
     ) -> list[Action]:
+        """Give an attempt up.
+
+        One that was taken up is looked for on storage first: the coordinator that was killed may have published it and
+        told nobody. Not while a plan for it is proposed: then a rank has not staged it.
+        """
+        if attempt.doomed:
+            return []
+        attempt.failures, attempt.replan = tuple(failures), replan
+        if attempt.adopted and not attempt.proposals:
+            attempt.doomed = True
+            return self._list(attempt, now_s)
+        return self._aborted(attempt, now_s)
+
+    def _aborted(self, attempt: Attempt, now_s: float) -> list[Action]:
         attempt.walk(CheckpointEvent.ABORT)
-        attempt.failures = tuple(failures)
-        attempt.replan = replan
         attempt.ended_s = now_s
         attempt.proposals.clear()
-        attempt.tell(now_s, f"aborted: {'; '.join(map(str, failures))}")
+        self._plans.drop(attempt.plan_id)
+        attempt.tell(now_s, f"aborted: {'; '.join(map(str, attempt.failures))}")
         self.counters.count_aborted(skipped=attempt.skipped)
         told = [ToRank(rank, attempt.aborted_for(rank)) for rank in range(attempt.world_size)]
         return [*told, *self._answer_if_settled(), *self._publish_approved(now_s)]
@@ -258,6 +304,10 @@ class CheckpointTable:
         return [ToRank(rank, message) for rank, message in step.messages]
 
     def _proposed(self, attempt: Attempt, rank: int, message: ProposePlan, now_s: float) -> list[Action]:
+        had_a_plan = attempt.planned or lacks_its_plan(attempt)
+        if attempt.adopted and had_a_plan and self._members.is_new_to(attempt.save, rank):
+            # Another client of the rank has had a part in this plan: two must not stage one save.
+            return self._take(attempt, plan_lost(attempt, [rank]), now_s)
         attempt.tell(now_s, f"rank {rank} proposed {len(message.items)} items")
         return self._take(attempt, self._plans.propose(attempt, rank, message), now_s)
 
@@ -277,13 +327,16 @@ class CheckpointTable:
         attempt.staged.add(rank)
         attempt.overwrite = message.overwrite
         attempt.tell(now_s, f"rank {rank} staged")
-        if attempt.proposals and not attempt.planned:
+        waits_for_it = attempt.adopted and message.plan_id == made_by(attempt)
+        if attempt.proposals and not attempt.planned and not waits_for_it:
             return self._take(attempt, structures_differ(attempt), now_s)
         if attempt.plan_id and message.plan_id != attempt.plan_id:
             text = f"rank {rank} staged plan {message.plan_id}, others {attempt.plan_id}"
             failure = self._at(attempt.save, rank, FailureReport("PlanDiffers", text))
             return self._abort(attempt, [failure], now_s, replan=True)
         attempt.plan_id = message.plan_id
+        if not attempt.unstaged_ranks:
+            self._plans.drop(attempt.plan_id)
         return []
 
     def _persisted(self, attempt: Attempt, rank: int, now_s: float) -> list[Action]:
@@ -295,9 +348,58 @@ class CheckpointTable:
             return []
         attempt.walk(CheckpointEvent.ALL_PERSISTED)
         attempt.asked_s = now_s
-        if not self._members.is_member(attempt.save.session, 0):
+        told = self._told(attempt)
+        if told:
+            return self._abort(attempt, told, now_s)
+        if self._members.is_gone(attempt.save.session, 0):
             return self._publish(attempt, now_s, "rank 0 is gone")
         return [self._ask_commit(attempt)]
+
+    def _list(self, attempt: Attempt, now_s: float) -> list[Action]:
+        attempt.listed_s = now_s
+        attempt.is_listing = True
+        return [ListShards(attempt.save, attempt.directory, attempt.world_size, tuple(attempt.unpersisted_ranks))]
+
+    def _listed(self, attempt: Attempt, event: ShardsListed, now_s: float) -> list[Action]:
+        """What is on storage counts, whoever has not told us."""
+        attempt.is_listing = False
+        if not attempt.is_open or attempt.publishing:
+            return []
+        if event.published:
+            if attempt.state is CheckpointState.OPEN:
+                attempt.walk(CheckpointEvent.ALL_PERSISTED)
+            return self._published(attempt.save, now_s)
+        if attempt.doomed:
+            return self._aborted(attempt, now_s)
+        told = self._told(attempt)
+        if told:
+            attempt.failures = tuple(told)
+            return self._aborted(attempt, now_s)
+        return self._count(attempt, event.shards, now_s)
+
+    def _told(self, attempt: Attempt) -> list[FailureReport]:
+        """Ranks that know the end of an attempt that was taken up: if it is not published, it was given up."""
+        if not attempt.adopted:
+            return []
+        why = "it was told by an earlier coordinator how the save has ended"
+        ranks = [rank for rank in range(attempt.world_size) if self._members.was_told(attempt.save, rank)]
+        return [self._at(attempt.save, rank, FailureReport("SaveEnded", why)) for rank in ranks]
+
+    def _count(self, attempt: Attempt, shards: Sequence[ListedShard], now_s: float) -> list[Action]:
+        """Take durable shards for persisted; who is gone and left nothing can not be waited for."""
+        actions: list[Action] = []
+        for shard in shards:
+            if attempt.state is not CheckpointState.OPEN:
+                return actions
+            staged = ShardStaged(attempt.save, shard.rank, shard.plan_id, shard.overwrite)
+            actions += self._staged(attempt, shard.rank, staged, now_s)
+            if attempt.is_open:
+                actions += self._persisted(attempt, shard.rank, now_s)
+        if attempt.state is not CheckpointState.OPEN or not attempt.adopted:
+            return actions
+        excuses = {rank: self._members.excuse(attempt.save, rank) for rank in attempt.unstaged_ranks}
+        lost = [self._lost(attempt.save, rank, why) for rank, why in excuses.items() if why is not None]
+        return [*actions, *(self._abort(attempt, lost, now_s) if lost else [])]
 
     def _decided(self, attempt: Attempt, message: DecideCommit, now_s: float) -> list[Action]:
         if attempt.state is not CheckpointState.COMPLETE:
@@ -322,8 +424,20 @@ class CheckpointTable:
             attempt.tell(now_s, "publishing")
             counts = self._plans.entry_counts(attempt.plan_id)
             save, directory, world_size = attempt.save, attempt.directory, attempt.world_size
-            actions.append(Publish(save, directory, world_size, attempt.plan_id, counts, attempt.overwrite))
+            delay_s = PUBLISH_AGAIN_S if attempt.publish_failed_s is not None else 0.0
+            actions.append(Publish(save, directory, world_size, attempt.plan_id, counts, attempt.overwrite, delay_s))
         return actions
+
+    def _not_published(self, event: PublishFailed, now_s: float) -> list[Action]:
+        attempt = self.attempts[event.save.session, event.save.seq]
+        attempt.publishing = False
+        if attempt.publish_failed_s is None:
+            attempt.publish_failed_s = now_s
+        if event.may_pass and now_s + PUBLISH_AGAIN_S <= attempt.publish_failed_s + self._retry_s:
+            attempt.tell(now_s, f"not published yet: {event.failure.message}")
+            return self._publish_approved(now_s)
+        attempt.approved = ""
+        return self._abort(attempt, [event.failure], now_s)
 
     def _published(self, save: SaveKey, now_s: float) -> list[Action]:
         attempt = self.attempts[save.session, save.seq]
@@ -340,13 +454,41 @@ class CheckpointTable:
     # ------------------------------------------------------------ time
 
     def _tick(self, now_s: float) -> list[Action]:
-        actions: list[Action] = []
+        actions: list[Action] = self._members.sweeps()
         for attempt in list(self.attempts.values()):
             late = attempt.overdue(now_s)
             if late:
                 failures = [self._late(attempt.save, rank, what) for rank, what in late]
                 actions += self._abort(attempt, failures, now_s)
+            elif lacks_its_plan(attempt) and attempt.proposals and now_s - attempt.news_s >= PLAN_LOST_S:
+                actions += self._take(attempt, plan_lost(attempt, sorted(attempt.proposals)), now_s)
+            elif attempt.must_be_listed(now_s):
+                actions += self._list(attempt, now_s)
+            elif attempt.is_left_alone(now_s) and not self._members.is_member(attempt.save.session, 0):
+                actions += self._publish(attempt, now_s, f"rank 0 has not come back within {RETURN_S:.0f} s")
         return actions
+
+    def _node_silent(self, event: NodeSilent, now_s: float) -> list[Action]:
+        """What needs a node that does not answer can not be saved; its ranks may be well and stay in the session."""
+        self._members.silent(event.ranks)
+        actions: list[Action] = []
+        for attempt in list(self.attempts.values()):
+            missing = [rank for rank in event.ranks if rank in attempt.unpersisted_ranks]
+            if not missing or attempt.state is not CheckpointState.OPEN or now_s - attempt.opened_s < NODE_GRACE_S:
+                continue
+            if not attempt.silence_listed:
+                attempt.silence_listed = True  # what it has written before it fell silent counts
+                actions += self._list(attempt, now_s)
+            elif not attempt.is_listing or now_s - (attempt.listed_s or now_s) > LISTING_S:
+                actions += self._abort(attempt, self._silent(attempt, event, missing), now_s)
+        return actions
+
+    def _silent(self, attempt: Attempt, event: NodeSilent, missing: Sequence[int]) -> list[FailureReport]:
+        named = list(missing[:20])
+        text = f"node {event.node} has not been heard of for {event.silent_s:.0f} s, and step {attempt.save.step} "
+        text += f"needs its ranks {named}"
+        hint = "is the node up, and can it reach the coordinator? the next save tries again"
+        return [FailureReport("NodeLost", text, hint, rank, event.node) for rank in named]
 
     def _late(self, save: SaveKey, rank: int, what: str) -> FailureReport:
         return self._at(save, rank, FailureReport("RankLate", f"{self._members.name(save.session, rank)} {what}"))

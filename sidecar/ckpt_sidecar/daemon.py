@@ -12,53 +12,65 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import time
 from collections import deque
+from collections.abc import Iterable
 
-from ckpt_proto.codec import decode
-from ckpt_proto.errors import RegionError, RemoteProtocolError
-from ckpt_proto.messages import AskStatus, Heartbeat, Hello, Message, Status, SubmitShard
+from ckpt_proto.messages import AskStatus, Heartbeat, Hello, Message, Status
+from ckpt_proto.node_name import node_name
 from ckpt_proto.process import process_start_s
-from ckpt_proto.region import Seal, region_path, seal_path
 from ckpt_sidecar.action_runner import ActionRunner
 from ckpt_sidecar.checkpoint_table import CheckpointTable
 from ckpt_sidecar.config import SidecarConfig
+from ckpt_sidecar.coordination import Coordination
+from ckpt_sidecar.delivery import Local
 from ckpt_sidecar.events import (
     Action,
     AtCoordinator,
+    CoordinatorUp,
     DirectoryOpened,
     DirectoryRefused,
     Event,
-    FromCoordinator,
     FromRank,
+    NodeSilent,
     Published,
     PublishFailed,
-    RankDied,
+    RegionsFound,
     Send,
+    ShardsListed,
     Tick,
     ToCoordinator,
     ToRank,
 )
 from ckpt_sidecar.job_lock import JobLock
 from ckpt_sidecar.job_table import JobTable
+from ckpt_sidecar.leftovers import find_regions
+from ckpt_sidecar.orphans import OrphanSweep
 from ckpt_sidecar.priority import lower_priority
-from ckpt_sidecar.rank_record import RankRecord
+from ckpt_sidecar.rank_watch import RankWatch
 from ckpt_sidecar.server import Server
 from ckpt_sidecar.status_report import Identity, build_status
 from ckpt_sidecar.throttle import Throttle
 
 TICK_S = 1.0
-SILENT_S = 30.0
-"""Without a heartbeat for so long a rank does not hold up a drain any more, and one in another pid namespace, which
-cannot be looked up, counts as dead."""
+OTHERS_S = 30.0
+"""How long a sidecar that has nothing else to do waits for other nodes to take what it said and to say how saves ended.
+What is durable is in the ledger all the same."""
 
 EXIT_OK = 0
 EXIT_ABORTED = 1
 
 logger = logging.getLogger(__name__)
 
-_FOR_COORDINATOR = (AtCoordinator, DirectoryOpened, DirectoryRefused, Published, PublishFailed)
+_FOR_COORDINATOR = (
+    AtCoordinator,
+    DirectoryOpened,
+    DirectoryRefused,
+    NodeSilent,
+    Published,
+    PublishFailed,
+    ShardsListed,
+)
 
 
 class Daemon:
@@ -72,22 +84,39 @@ class Daemon:
         self._config = config
         self._directory = config.runtime_dir
         self._lock = JobLock(self._directory)
-        self._remove_leftovers()
         torch_version = importlib.metadata.version("torch")
-        self._identity = Identity(secrets.token_hex(8), socket.gethostname(), torch_version, time.monotonic())
-        self._jobs = JobTable(config.job_id, self._identity.sidecar_id, self._identity.node, torch_version)
-        self._checkpoints = CheckpointTable(lambda: secrets.token_hex(4))
+        self._identity = Identity(secrets.token_hex(8), node_name(), torch_version, time.monotonic())
+        self._jobs = JobTable(
+            config.job_id,
+            self._identity.sidecar_id,
+            self._identity.node,
+            torch_version,
+            retry_s=config.storage_retry_s,
+            generation=secrets.randbits(40),
+        )
+        self._checkpoints = CheckpointTable(lambda: secrets.token_hex(4), retry_s=config.storage_retry_s)
         self._posted: deque[Event] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         throttle = Throttle(config.max_write_bytes_per_s)
-        self._runner = ActionRunner(self._directory, config.writers, throttle, self._post)
+        self._runner = ActionRunner(
+            self._directory, config.writers, throttle, self._post, reap_older_than_s=config.reap_older_than_s
+        )
+        self._orphans = OrphanSweep(config.shm_root, self._directory)
         self._server = Server(self._directory)
         self._server.wake_by(self._wake_fd)
-        self._heard_s: dict[int, float] = {}
+        self._coordination = Coordination(
+            Local(config.job_id, self._identity.node, self._identity.sidecar_id),
+            key_file=config.peer_key_file,
+            insecure=config.peer_insecure,
+            node_timeout_s=config.node_timeout_s,
+            watch=self._server.watch,
+            unwatch=self._server.unwatch,
+        )
+        self._watch = RankWatch(self._jobs, self._directory)
         self._terms = 0
         self._supervisor_start_s = process_start_s(config.supervisor_pid) if config.supervisor_pid else None
         self._next_tick_s = time.monotonic()
-        self._idle_since_s = time.monotonic()
+        self._idle_since_s = self._done_s = time.monotonic()
 
     def run(self) -> int:
         """Serve until told to stop.
@@ -100,12 +129,25 @@ class Daemon:
             signal.signal(number, self._on_signal)
         lower_priority(self._config.nice)
         self._runner.start()
+        self._adopt()
         self._say_ready()
+        if self._config.sweep_orphans:
+            self._orphans.begin()
         logger.info("sidecar %s serves job %s in %s", self._identity.sidecar_id, self._config.job_id, self._directory)
         while not self._should_stop():
             self._server.wait(self._next_tick_s - time.monotonic())
             self._take_everything()
         return self._stop()
+
+    def _adopt(self) -> None:
+        """Take over what a sidecar of this job that died has left."""
+        regions = find_regions(self._directory)
+        if regions:
+            sealed = sum(region.sealed is not None for region in regions)
+            logger.info("taking over %d regions of an earlier sidecar, %d of them sealed", len(regions), sealed)
+            for region in regions:
+                self._coordination.recall(region.journal.owner)
+            self._handle(RegionsFound(regions), time.monotonic())
 
     # ------------------------------------------------------------ loop
 
@@ -113,14 +155,28 @@ class Daemon:
         now_s = time.monotonic()
         for peer, pid, message in self._server.receive():
             self._take_message(peer, pid, message, now_s)
+        for event in self._coordination.receive(now_s):
+            if isinstance(event, CoordinatorUp):
+                self._handle_all(self._watch.deaths(now_s), now_s)  # what is said of a rank now is not looked at again
+            self._handle(event, now_s)
         self._clear_wake()
         while self._posted:
             self._handle(self._posted.popleft(), now_s)
         if now_s >= self._next_tick_s:
             self._next_tick_s = now_s + TICK_S
-            self._look_for_the_dead(now_s)
+            self._handle_all(self._watch.deaths(now_s), now_s)
             self._look_for_the_supervisor()
+            self._orphans.look()
+            self._handle_all(self._coordination.tick(now_s), now_s)
+            self._handle_all(self._runner.stalled(now_s, self._config.write_stall_s), now_s)
+            self._coordination.keep_only(self._coordinators_needed())
             self._perform(self._checkpoints.handle(Tick(), now_s), now_s)
+
+    def _coordinators_needed(self) -> set[str]:
+        """Where what this node knows has to be told."""
+        clients = {record.hello.coordinator for record in self._jobs.ranks.values()}
+        unsettled = {self._coordination.address(job.submit.rank, job.submit) for job in self._jobs.shards.unsettled}
+        return clients | unsettled
 
     def _clear_wake(self) -> None:
         try:
@@ -130,27 +186,27 @@ class Daemon:
 
     def _take_message(self, peer: bytes, pid: int, message: Message, now_s: float) -> None:
         if isinstance(message, AskStatus):
-            status = build_status(self._config, self._identity, self._jobs, self._checkpoints, self._runner, now_s)
+            links = self._coordination.described()
+            status = build_status(
+                self._config, self._identity, self._jobs, self._checkpoints, self._runner, now_s, links
+            )
             self._server.send(peer, Status(status))
             return
         if isinstance(message, Heartbeat):
-            self._hear(peer, now_s)
+            self._watch.hear(peer, now_s)
         else:
             logger.debug("from %s: %s", peer.hex(), type(message).__name__)
         if isinstance(message, Hello):
-            self._look_for_the_dead(now_s)  # a restarted rank may say Hello before its old process was missed
+            self._handle_all(
+                self._watch.deaths(now_s), now_s
+            )  # a restarted rank may say Hello before its old process was missed
         self._handle(FromRank(peer, pid, message), now_s)
         if isinstance(message, Hello):
-            self._hear(peer, now_s)
+            self._watch.hear(peer, now_s)
 
-    def _hear(self, peer: bytes, now_s: float) -> None:
-        for rank, record in self._jobs.ranks.items():
-            if record.peer == peer:
-                self._heard_s[rank] = now_s
-
-    def _connected_ranks(self, now_s: float) -> list[int]:
-        """Living ranks whose client lives too: a trainer may have dropped its client without a Goodbye."""
-        return [rank for rank in self._jobs.living_ranks if now_s - self._heard_s.get(rank, now_s) < SILENT_S]
+    def _handle_all(self, events: Iterable[Event], now_s: float) -> None:
+        for event in events:
+            self._handle(event, now_s)
 
     def _handle(self, event: Event, now_s: float) -> None:
         table = self._checkpoints if isinstance(event, _FOR_COORDINATOR) else self._jobs
@@ -162,9 +218,9 @@ class Daemon:
                 case Send(peer=peer, message=message):
                     self._server.send(peer, message)
                 case ToCoordinator(rank=rank, message=message):
-                    self._handle(AtCoordinator(rank, message), now_s)
+                    self._handle_all(self._coordination.to_coordinator(rank, message, now_s), now_s)
                 case ToRank(rank=rank, message=message):
-                    self._handle(FromCoordinator(rank, message), now_s)
+                    self._handle_all(self._coordination.to_rank(rank, message, now_s), now_s)
                 case _:
                     self._runner.run(action)
 
@@ -175,53 +231,11 @@ class Daemon:
 
     # ------------------------------------------------------------ life and death
 
-    def _look_for_the_dead(self, now_s: float) -> None:
-        for rank in self._jobs.living_ranks:
-            record = self._jobs.ranks[rank]
-            reason = self._why_dead(rank, record, now_s)
-            if reason is None:
-                continue
-            logger.warning("rank %d is gone: %s", rank, reason)
-            for submit in self._sealed_by(rank, record):
-                self._handle(FromRank(record.peer, record.hello.pid, submit), now_s)
-            self._handle(RankDied(rank, record.hello.pid, reason), now_s)
-
     def _look_for_the_supervisor(self) -> None:
         pid = self._config.supervisor_pid
         if pid is not None and not self._terms and process_start_s(pid) != self._supervisor_start_s:
             logger.warning("the supervisor (pid %d) is gone: draining, as on SIGTERM", pid)
             self._terms = 1
-
-    def _why_dead(self, rank: int, record: RankRecord, now_s: float) -> str | None:
-        pid = record.hello.pid
-        start_s = process_start_s(pid)
-        if start_s == record.hello.process_start_s:
-            return None
-        silent_s = now_s - self._heard_s.setdefault(rank, now_s)
-        if record.other_namespace:
-            return f"no heartbeat for {silent_s:.0f} s" if silent_s > SILENT_S else None
-        return f"its process {pid} has ended"
-
-    def _sealed_by(self, rank: int, record: RankRecord) -> list[SubmitShard]:
-        """What the dead rank had sealed: its last message may have died with it, the seal in shared memory has not."""
-        submits: list[SubmitShard] = []
-        for slot in range(len(record.slots)):
-            path = seal_path(region_path(self._directory, rank, slot))
-            if not path.exists():
-                continue
-            try:
-                seal = Seal(path)
-                try:
-                    content = seal.read()
-                finally:
-                    seal.close()
-                message = decode(content) if content is not None else None
-            except (RegionError, RemoteProtocolError) as error:
-                logger.warning("the seal %s cannot be read: %s", path, error)
-                continue
-            if isinstance(message, SubmitShard) and (rank, message.save) not in self._jobs.jobs:
-                submits.append(message)
-        return submits
 
     # ------------------------------------------------------------ stopping
 
@@ -235,7 +249,7 @@ class Daemon:
         if self._terms and not self._jobs.draining:
             self._jobs.draining = True
             logger.info("draining: no new clients; %d ranks still connected", len(self._jobs.living_ranks))
-        if self._posted or self._jobs.is_busy or self._checkpoints.is_busy or self._connected_ranks(time.monotonic()):
+        if self._is_needed(time.monotonic()):
             self._idle_since_s = time.monotonic()
             return False
         if self._jobs.draining:
@@ -247,27 +261,38 @@ class Daemon:
             return True
         return time.monotonic() - self._idle_since_s > limit_s
 
+    def _is_needed(self, now_s: float) -> bool:
+        """Whether something is under way, a rank is connected, or another node has not been told what it must know."""
+        if self._posted or self._jobs.is_busy or self._checkpoints.is_busy or self._watch.connected_ranks(now_s):
+            self._done_s = now_s
+            return True
+        waits = self._coordination.unacked_parcels or self._jobs.shards.unsettled
+        return bool(waits) and now_s - self._done_s < OTHERS_S
+
     def _stop(self) -> int:
         cut_short = self._jobs.is_busy or self._checkpoints.is_busy
-        logger.info("stopping %s", "with work under way: it is lost" if cut_short else "after a complete drain")
-        for save, why in self._jobs.lost.items():
+        logger.info("stopping %s", "with work under way" if cut_short else "after a complete drain")
+        for save, why in self._jobs.shards.lost.items():
             logger.error("step %d was staged but could not be saved, and no rank was left to tell: %s", save.step, why)
+        self._coordination.close()
         self._server.close()
         self._runner.close()
         os.close(self._wake_fd)
+        if cut_short:
+            logger.error(
+                "what is staged stays in %s for the next sidecar of job %s", self._directory, self._config.job_id
+            )
+        else:
+            self._remove_directory()
+        self._lock.release()
+        return EXIT_ABORTED if cut_short or self._jobs.shards.lost else EXIT_OK
+
+    def _remove_directory(self) -> None:
         shutil.rmtree(self._directory)
         try:
             self._directory.parent.rmdir()
         except OSError:
             pass  # another job of this user has its directory there
-        self._lock.release()
-        return EXIT_ABORTED if cut_short or self._jobs.lost else EXIT_OK
-
-    def _remove_leftovers(self) -> None:
-        """Regions and socket of a sidecar that died; nobody else can use them while this one holds the lock."""
-        for path in self._directory.iterdir():
-            if path.suffix in (".region", ".seal", ".sock"):
-                path.unlink()
 
     def _say_ready(self) -> None:
         if self._config.ready_fd is not None:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from ckpt_proto.errors import FailureReport
 from ckpt_proto.identity import SaveKey
-from ckpt_proto.messages import Message, RegionReady, SubmitShard
+from ckpt_proto.messages import Hello, Message, RegionReady, SubmitShard
 from ckpt_proto.plan_items import Plan
+from ckpt_proto.region_journal import RegionJournal
 
 UNKNOWN_PID = 0
 """What the kernel says of a peer in another pid namespace (a trainer in another container)."""
@@ -58,6 +59,23 @@ class RankDied(Event):
 
 
 @dataclass(frozen=True)
+class FoundRegion:
+    """A region that an earlier sidecar of this job has left: ``alive`` is whether the process of its rank lives,
+    ``sealed`` what is whole in it."""
+
+    journal: RegionJournal
+    alive: bool
+    sealed: SubmitShard | None
+
+
+@dataclass(frozen=True)
+class RegionsFound(Event):
+    """Once, before anything else: what an earlier sidecar of this job has left."""
+
+    regions: tuple[FoundRegion, ...]
+
+
+@dataclass(frozen=True)
 class RegionPrepared(Event):
     """A region is reserved, touched and framed."""
 
@@ -94,11 +112,69 @@ class ShardDurable(Event):
 
 @dataclass(frozen=True)
 class ShardBroken(Event):
-    """The job ended without a durable file: an error, or it was cancelled."""
+    """The try ended without a durable file: an error, or it was cancelled. ``may_pass``: another try could succeed."""
 
     rank: int
     save: SaveKey
     failure: FailureReport
+    may_pass: bool = False
+
+
+@dataclass(frozen=True)
+class ShardStalled(Event):
+    """The job has written ``written_bytes`` of ``total_bytes`` and nothing for ``idle_s`` seconds: the storage hangs.
+
+    Its writer may be caught in the kernel for long; it still ends the job one day.
+    """
+
+    rank: int
+    save: SaveKey
+    written_bytes: int
+    total_bytes: int
+    idle_s: float
+
+
+@dataclass(frozen=True)
+class ShardSealed(Event):
+    """What was looked for is sealed in its region: nobody has written it yet."""
+
+    submit: SubmitShard
+
+
+@dataclass(frozen=True)
+class ShardFound(Event):
+    """What was looked for is on storage, durable, with its manifest."""
+
+    submit: SubmitShard
+    directory: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class ShardMissing(Event):
+    """What was looked for is neither sealed nor on storage."""
+
+    submit: SubmitShard
+    failure: FailureReport
+
+
+@dataclass(frozen=True)
+class ListedShard:
+    """A durable shard of an attempt, as its manifest on storage says."""
+
+    rank: int
+    plan_id: str
+    overwrite: bool
+
+
+@dataclass(frozen=True)
+class ShardsListed(Event):
+    """The durable shards of an attempt among those looked for: storage is the ledger. ``published``: so is its
+    ``.metadata``, the attempt is committed."""
+
+    save: SaveKey
+    shards: tuple[ListedShard, ...]
+    published: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,10 +202,32 @@ class Published(Event):
 
 @dataclass(frozen=True)
 class PublishFailed(Event):
-    """The attempt could not be published; nothing became visible."""
+    """The attempt could not be published; nothing became visible. ``may_pass``: another try could succeed."""
 
     save: SaveKey
     failure: FailureReport
+    may_pass: bool = False
+
+
+@dataclass(frozen=True)
+class CoordinatorUp(Event):
+    """A coordinator on another node can be talked to and knows nothing of this node: say everything."""
+
+
+@dataclass(frozen=True)
+class CoordinatorRefuses(Event):
+    """The sidecar at the coordinator's address is of another job, or does not let this one in."""
+
+    failure: FailureReport
+
+
+@dataclass(frozen=True)
+class NodeSilent(Event):
+    """The sidecar of another node, where these ranks live, was not heard of for longer than the bound."""
+
+    node: str
+    ranks: tuple[int, ...]
+    silent_s: float
 
 
 @dataclass(frozen=True)
@@ -168,7 +266,10 @@ class ToRank(Action):
 
 @dataclass(frozen=True)
 class PrepareRegion(Action):
-    """Lay out, reserve and frame a region. Ends in RegionPrepared or RegionFailed."""
+    """Lay out, reserve and frame a region, and write its journal. Ends in RegionPrepared or RegionFailed.
+
+    ``owner`` is the rank's Hello with its session, ``planned_by`` the save whose planning made the plan.
+    """
 
     rank: int
     slot: int
@@ -176,17 +277,53 @@ class PrepareRegion(Action):
     plan_id: str
     items: Plan
     byte_capacity: int
+    owner: Hello
+    planned_by: SaveKey
+    other_namespace: bool = False
+
+
+@dataclass(frozen=True)
+class RemoveRegions(Action):
+    """Give the shared memory of a rank back: no rank of that number is left in the job."""
+
+    rank: int
+    slots: int
 
 
 @dataclass(frozen=True)
 class WriteShard(Action):
-    """Write a sealed region. Ends in ShardDurable or ShardBroken, after ShardStarted."""
+    """Write a sealed region. Ends in ShardDurable or ShardBroken, after ShardStarted.
+
+    A shard that is durable already is not written again. ``ready`` says how the region is laid out. The write begins
+    after ``delay_s``: an earlier try has failed.
+    """
 
     submit: SubmitShard
     items: Plan
     directory: str
     world_size: int
     torch_version: str
+    ready: RegionReady
+    delay_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class FindShard(Action):
+    """Look whether a submission is still sealed, or on storage. Ends in ShardSealed, ShardFound or ShardMissing."""
+
+    submit: SubmitShard
+    directory: str
+
+
+@dataclass(frozen=True)
+class ListShards(Action):
+    """Look on storage which of these ranks' shards of an attempt are durable, and whether it is published. Ends in
+    ShardsListed, or in nothing if the storage cannot be read."""
+
+    save: SaveKey
+    directory: str
+    world_size: int
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -195,6 +332,14 @@ class CancelShard(Action):
 
     rank: int
     save: SaveKey
+
+
+@dataclass(frozen=True)
+class BreakSeal(Action):
+    """The region of a slot holds nothing that is wanted any more. Done before the next action."""
+
+    rank: int
+    slot: int
 
 
 @dataclass(frozen=True)
@@ -208,9 +353,14 @@ class RemoveShardFiles(Action):
 
 @dataclass(frozen=True)
 class OpenDirectory(Action):
-    """Make and check a checkpoint directory. Ends in DirectoryOpened or DirectoryRefused."""
+    """Make and check a checkpoint directory, finish what an earlier job left. Ends in DirectoryOpened or
+    DirectoryRefused.
+
+    Attempts of the sessions in ``spare`` are not touched: they are in flight.
+    """
 
     directory: str
+    spare: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -218,7 +368,7 @@ class Publish(Action):
     """Check that the attempt is complete and publish its ``.metadata``. Ends in Published or PublishFailed.
 
     ``entry_counts`` has the number of planned entries of each rank, or is empty if the plan was made before this
-    coordinator lived.
+    coordinator lived. It begins after ``delay_s``: an earlier try has failed.
     """
 
     save: SaveKey
@@ -227,3 +377,4 @@ class Publish(Action):
     plan_id: str
     entry_counts: tuple[int, ...]
     overwrite: bool
+    delay_s: float = 0.0

@@ -13,10 +13,13 @@ import os
 import secrets
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ckpt_proto.errors import CheckpointError
 from ckpt_proto.process import sidecar_environment
+from ckpt_proto.runtime_dir import lock_owner, runtime_dir
 from ckpt_sidecar.launch_options import LaunchOptions, UsageError, parse_command_line
 from ckpt_sidecar.sidecar_process import SidecarProcess, describe_exit
 from ckpt_sidecar.sidecar_supervisor import SidecarSupervisor, say
@@ -34,6 +37,7 @@ EXIT_NO_SIDECAR = 3
 EXIT_NOT_DRAINED = 76
 """torchrun succeeded, but a staged checkpoint did not become durable. Neither torchrun nor a shell uses this code."""
 
+PREDECESSOR_POLL_S = 1.0
 _STATUS_TIMEOUT_S = 1.0
 _SIDECAR_USAGE_EXIT = 2
 _SIDECAR_TAKEN_EXIT = 4
@@ -56,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         say(str(error))
         return EXIT_USAGE
-    return Launch(options, Commands(), os.environ, lambda: ask_pending(options)).run()
+    launch = Launch(options, Commands(), os.environ, lambda: ask_pending(options), lambda: is_draining(options))
+    return launch.run()
 
 
 def ask_pending(options: LaunchOptions) -> str:
@@ -70,6 +75,16 @@ def ask_pending(options: LaunchOptions) -> str:
         return f"unknown ({error})"
 
 
+def is_draining(options: LaunchOptions) -> bool:
+    """Whether the sidecar that serves the job now takes no new clients; False if it does not say."""
+    from ckpt_sidecar.status_query import ask_status
+
+    try:
+        return ask_status(options.shm_root, options.job_id, _STATUS_TIMEOUT_S).draining
+    except CheckpointError:
+        return lock_owner(runtime_dir(options.shm_root, options.job_id)) is None  # it has just ended
+
+
 class Launch:
     """One run of the wrapper, from the sidecar's start to its end. Blocks signals from construction on.
 
@@ -78,16 +93,25 @@ class Launch:
         commands: the two programs.
         environ: the environment that both get, plus what they need.
         ask_pending: one line saying what the sidecar is still writing.
+        is_draining: whether the sidecar that serves the job now is about to end.
     """
 
     def __init__(
-        self, options: LaunchOptions, commands: Commands, environ: Mapping[str, str], ask_pending: Callable[[], str]
+        self,
+        options: LaunchOptions,
+        commands: Commands,
+        environ: Mapping[str, str],
+        ask_pending: Callable[[], str],
+        is_draining: Callable[[], bool] = lambda: False,
     ) -> None:
         self._options = options
         self._torchrun_command = (*commands.torchrun, *options.torchrun_args)
         self._torchrun_environ = torchrun_environ(options, environ)
         self._signals = SignalQueue()
         self._held: list[int] = []
+        self._ask_pending = ask_pending
+        self._is_draining = is_draining
+        self._patience_ends_s: float | None = None
         self._sidecar = SidecarProcess(
             sidecar_command(options, commands),
             sidecar_environment(environ),
@@ -118,22 +142,46 @@ class Launch:
             return EXIT_NO_SIDECAR
         while not self._sidecar.is_ready():
             code = self._sidecar.exit_code()
-            if code is not None:
+            if code is None:
+                left_s = self._options.ready_timeout_s - self._sidecar.alive_s()
+                if left_s <= 0:
+                    say(f"the sidecar does not serve after {self._options.ready_timeout_s:g} s: not starting torchrun")
+                    self._supervisor.stop()
+                    return EXIT_NO_SIDECAR
+            elif code == _SIDECAR_TAKEN_EXIT and self._predecessor_finishes():
+                left_s = PREDECESSOR_POLL_S
+            else:
                 say(start_failure(code, self._sidecar.log_tail(), self._options))
                 return EXIT_USAGE if code == _SIDECAR_USAGE_EXIT else EXIT_NO_SIDECAR
-            left_s = self._options.ready_timeout_s - self._sidecar.alive_s()
-            if left_s <= 0:
-                say(f"the sidecar does not serve after {self._options.ready_timeout_s:g} s, so torchrun is not started")
-                self._supervisor.stop()
-                return EXIT_NO_SIDECAR
-            info = self._signals.wait(left_s)
-            if info is not None and info.si_signo in ENDING:
-                say(f"got {signal_name(info.si_signo)} before torchrun was started: not starting it")
-                self._supervisor.stop()
-                return 128 + info.si_signo
-            if info is not None and info.si_signo in FORWARDED:
-                self._held.append(info.si_signo)
+            ended_by = self._wait_before_torchrun(left_s)
+            if ended_by is not None:
+                return 128 + ended_by
+            if code is not None:
+                self._sidecar.start()
         return None
+
+    def _wait_before_torchrun(self, timeout_s: float) -> int | None:
+        """Wait for something to happen; the signal's number if it ends the wrapper."""
+        info = self._signals.wait(timeout_s)
+        if info is not None and info.si_signo in ENDING:
+            say(f"got {signal_name(info.si_signo)} before torchrun was started: not starting it")
+            if self._sidecar.exit_code() is None:
+                self._supervisor.stop()
+            return int(info.si_signo)
+        if info is not None and info.si_signo in FORWARDED:
+            self._held.append(info.si_signo)
+        return None
+
+    def _predecessor_finishes(self) -> bool:
+        """Whether the sidecar of an earlier start of the job is still writing what that had staged: this start resumes
+        from it, so it is waited for, as long as for a drain."""
+        now_s = time.monotonic()
+        if self._patience_ends_s is None:
+            self._patience_ends_s = now_s + self._options.drain_timeout_s
+        if now_s > self._patience_ends_s or not self._is_draining():
+            return False
+        say(f"the sidecar of an earlier start of job {self._options.job_id} still writes: {self._ask_pending()}")
+        return True
 
     def _run_torchrun(self) -> int:
         """Run torchrun to its end, pass signals on, keep a sidecar alive meanwhile. Returns a shell's exit code."""

@@ -5,9 +5,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ckpt_proto.process import sidecar_environment
+from ckpt_proto.runtime_dir import DEFAULT_SHM_ROOT
+from ckpt_sidecar.config import add_option
 
 if TYPE_CHECKING:
     from ckpt_sidecar.recovery import Finding, RecoveryReport
@@ -32,6 +38,7 @@ def add_recover_command(commands: Any) -> None:
         default=DEFAULT_REAP_OLDER_THAN_S,
         help="remove what cannot be finished if nothing in it has changed for so long (%(default)s)",
     )
+    add_option(parser, "--shm-root", type=Path, default=Path(DEFAULT_SHM_ROOT), help="where shared memory is mounted")
     parser.add_argument("--dry-run", action="store_true", help="say what would be done, change nothing")
     parser.add_argument("--json", action="store_true", help="machine-readable: the report as one object")
     parser.set_defaults(command=_recover)
@@ -40,6 +47,8 @@ def add_recover_command(commands: Any) -> None:
 def _recover(parsed: argparse.Namespace) -> int:
     from ckpt_sidecar.recovery import recover_directory  # late: health probes import this module too
 
+    if not parsed.dry_run:
+        _finish_orphans(parsed.directory, parsed.shm_root)
     report = recover_directory(
         parsed.directory,
         reap_older_than_s=parsed.reap_older_than_s,
@@ -51,6 +60,21 @@ def _recover(parsed: argparse.Namespace) -> int:
     else:
         print(describe_report(report, dry_run=parsed.dry_run))
     return EXIT_PROBLEMS if report.problems else EXIT_OK
+
+
+def _finish_orphans(directory: Path, shm_root: Path) -> None:
+    """Have what dead jobs of this user on this node have staged for ``directory`` written first."""
+    from ckpt_sidecar.orphans import adopt_command, journals_in, orphaned_jobs
+
+    for job in orphaned_jobs(shm_root, young_s=0.0):
+        journals = journals_in(job)
+        if journals and str(directory.absolute()) not in {journal.owner.directory for journal in journals}:
+            continue
+        done = subprocess.run(
+            adopt_command(job, shm_root), stdin=subprocess.DEVNULL, env=sidecar_environment(), cwd="/", check=False
+        )
+        told = f"job {job.name}: what it had left in shared memory is finished (exit code {done.returncode})"
+        print(told, file=sys.stderr)
 
 
 def describe_report(report: RecoveryReport, *, dry_run: bool = False) -> str:

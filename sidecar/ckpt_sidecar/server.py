@@ -59,6 +59,16 @@ class Server:
         """Let :meth:`wait` also return when ``fd`` becomes readable."""
         self._poller.register(fd, zmq.POLLIN)
 
+    def watch(self, sockets: list[zmq.Socket[bytes]]) -> None:
+        """Let :meth:`wait` also return when one of these sockets has something to read."""
+        for other in sockets:
+            self._poller.register(other, zmq.POLLIN)
+
+    def unwatch(self, sockets: list[zmq.Socket[bytes]]) -> None:
+        """Undo :meth:`watch`; before they are closed."""
+        for other in sockets:
+            self._poller.unregister(other)
+
     def wait(self, timeout_s: float) -> None:
         """Wait for a message, a wake-up or the timeout."""
         self._poller.poll(max(0, round(timeout_s * 1000)))
@@ -127,9 +137,17 @@ def _peer_pid(frame: zmq.Frame) -> int:
     Raises:
         RemoteProtocolError: the sender is of another user, or its connection is gone.
     """
-    fd = frame.get(zmq.SRCFD)
     try:
-        with socket.socket(fileno=os.dup(int(fd))) as connection:
+        copy = os.dup(int(frame.get(zmq.SRCFD)))
+    except OSError as error:
+        raise RemoteProtocolError(f"cannot tell who sent a message: {error}") from error
+    try:
+        connection = socket.socket(fileno=copy)
+    except OSError as error:
+        os.close(copy)  # the number has become something else meanwhile, no socket
+        raise RemoteProtocolError(f"cannot tell who sent a message: {error}") from error
+    try:
+        with connection:
             credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     except OSError as error:
         raise RemoteProtocolError(f"cannot tell who sent a message: {error}") from error

@@ -18,6 +18,7 @@ from ckpt_sidecar.data_file import DataFile
 from ckpt_sidecar.dcp_layout import ShardLayout
 from ckpt_sidecar.durable_fs import make_dirs, sync_dir, write_file
 from ckpt_sidecar.events import WriteShard
+from ckpt_sidecar.ledger import durable_shard
 from ckpt_sidecar.progress import Progress
 from ckpt_sidecar.throttle import Throttle
 
@@ -50,6 +51,9 @@ class ShardWriter:
             ShardCancelled: ``progress.cancelled`` was set; partial files may be left for the caller to remove.
         """
         submit = action.submit
+        before = durable_shard(action.directory, submit.rank, submit.save)
+        if before is not None:
+            return before.file_bytes  # an earlier sidecar died between writing it and saying so: it may be committed
         directory = Path(checkpoint_id(action.directory, submit.save.step))
         name = data_file_name(submit.rank, submit.save.save_id)
         nbytes = layout.file_bytes(submit.byte_lengths)

@@ -40,7 +40,6 @@ class SidecarSupervisor:
         self._announce = False
         self._asked = False
         self._revived = False
-        self._crashed = False
 
     def look(self) -> float | None:
         """Do what is due: report a death, restart. Returns the seconds until something is due, None if nothing is."""
@@ -59,12 +58,12 @@ class SidecarSupervisor:
     def drain(self, timeout_s: float, ready_timeout_s: float) -> bool:
         """Have the sidecar finish and end. True if everything it had is durable. It is gone in either case.
 
-        One that crashes meanwhile, or had crashed just before, is started again to take over or clear away what lies in
-        shared memory. Nobody here can know which, so the drain then counts as failed.
+        One that crashes meanwhile, or had crashed just before, is started again: it takes over what lies in shared
+        memory and finishes it.
         """
         deadline_s = time.monotonic() + timeout_s
         report_due_s = time.monotonic() + REPORT_EVERY_S
-        self._asked = self._revived = self._crashed = False
+        self._asked = self._revived = False
         if self._restart_due_s is not None:
             self._restart_due_s = time.monotonic()
         while (durable := self._drain_step()) is None:
@@ -99,7 +98,6 @@ class SidecarSupervisor:
             return None
         if code >= 0 and (self._asked or self._revived):
             return self._report_end(code)
-        self._crashed = self._crashed or code != 0
         self._asked = False
         self.look()
         return None
@@ -122,9 +120,7 @@ class SidecarSupervisor:
     def _report_end(self, code: int) -> bool:
         if code != 0:
             say(f"the sidecar could not finish: it {describe_exit(code)}{_EXIT_HINTS.get(code, '')}")
-        if self._crashed:
-            say("the sidecar had crashed before it was finished: what was staged then may be lost")
-        return code == 0 and not self._crashed
+        return code == 0
 
     def _give_up(self, why: str) -> bool:
         say(f"{why}: ending it. Not durable: {self._ask_pending()}")

@@ -20,9 +20,10 @@ from ckpt_sidecar.action_runner import ActionRunner
 from ckpt_sidecar.attempt import Attempt
 from ckpt_sidecar.checkpoint_table import CheckpointTable
 from ckpt_sidecar.config import SidecarConfig
-from ckpt_sidecar.job_table import JobTable, ShardJob
+from ckpt_sidecar.job_table import JobTable
 from ckpt_sidecar.rank_record import RankRecord
 from ckpt_sidecar.session import Session
+from ckpt_sidecar.shard_job import ShardJob
 
 SHOWN_FAILURES = 8
 SHOWN_LATE_RANKS = 20
@@ -45,6 +46,7 @@ def build_status(
     checkpoints: CheckpointTable,
     runner: ActionRunner,
     now_s: float,
+    links: tuple[str, ...] = (),
 ) -> SidecarStatus:
     """The answer to AskStatus. Called on the daemon's main thread; touches no storage."""
     counters = checkpoints.counters
@@ -63,7 +65,7 @@ def build_status(
         shm_root=str(config.shm_root),
         shm_used_bytes=_used_bytes(jobs),
         shm_free_bytes=free_bytes(config.shm_root),
-        written_bytes=jobs.written_bytes + sum(progress.written_bytes for progress in list(runner.progress.values())),
+        written_bytes=jobs.shards.written_bytes + _bytes_under_way(runner),
         last_committed_step=counters.last_committed_step,
         last_committed_age_s=None if committed_s is None else now_s - committed_s,
         committed_count=counters.committed,
@@ -78,7 +80,12 @@ def build_status(
         )[-SHOWN_FAILURES:],
         torch_ready=runner.torch_ready,
         torch_version=identity.torch_version,
+        links=links,
     )
+
+
+def _bytes_under_way(runner: ActionRunner) -> int:
+    return sum(progress.written_bytes for progress in list(runner.progress.values()))
 
 
 def _used_bytes(jobs: JobTable) -> int:

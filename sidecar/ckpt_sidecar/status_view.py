@@ -58,6 +58,7 @@ def describe(status: SidecarStatus) -> str:
         f"  saves           {saves}",
         f"  shared memory   {memory}",
         f"  written         {readable_bytes(status.written_bytes)}",
+        *(f"  other nodes     {link}" for link in status.links),
         f"  torch           {status.torch_version}{'' if status.torch_ready else ' (being imported)'}",
     ]
     for rank in status.ranks:

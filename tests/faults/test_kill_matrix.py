@@ -6,6 +6,7 @@ matrix runs with the ordinary tests.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ import pytest
 
 from testkit.kill_points import POINTS, KillOrder, find
 from testkit.kill_scenario import COMMITTED, FAILED, KEPT, OPEN, Scenario, play
+from testkit.leaks import private_shm_root
+from testkit.outcomes import Outcomes
 from testkit.ranks import RankStarter
+from testkit.verdict import Outcome
 
 
 def sidecar(point: str, nth: int, step: int, fate: str, *, all_die: bool = False, overlap: bool = False) -> Scenario:
@@ -28,14 +32,9 @@ def rank(
     return Scenario(KillOrder(point, nth, rank), step, fate, all_die=all_die, overlap=overlap)
 
 
-LOST_HELLO = (
-    "a client that waits for its first Welcome says Hello again only if it finds no sidecar when it looks, once a "
-    "second: if its Hello died with a sidecar that was replaced in between, it waits until connect_timeout_s"
-)
-
 IN_HANDSHAKES = [
     *(
-        Scenario(KillOrder(point, nth), 0, COMMITTED, known=LOST_HELLO)
+        sidecar(point, nth, 0, COMMITTED)
         for point, nths in (
             ("before Hello is taken", (1, 2)),
             ("after Hello is taken", (1, 2)),
@@ -52,7 +51,7 @@ IN_HANDSHAKES = [
 ]
 
 IN_PLANNING = [
-    sidecar(point, nth, 1, OPEN)
+    sidecar(point, nth, 1, COMMITTED)
     for point, nths in (
         ("before ProposePlan is taken", (1, 2)),
         ("after ProposePlan is taken", (1, 2)),
@@ -186,6 +185,45 @@ MATRIX = [
     *BY_CLIENTS,
 ]
 
+# Two nodes with one rank each: what is counted by rank happens half as often on each of them.
+_ON_EITHER_NODE = (
+    sidecar("after Hello is taken", 1, 0, COMMITTED),
+    sidecar("after ProposePlan is taken", 1, 1, COMMITTED),
+    sidecar("before a region is prepared", 1, 1, COMMITTED),
+    sidecar("after a region is prepared", 1, 1, COMMITTED),
+    sidecar("before SubmitShard is taken", 2, 2, COMMITTED),
+    sidecar("after SubmitShard is taken", 2, 2, COMMITTED),
+    sidecar("after the first window", 2, 2, COMMITTED),
+    sidecar("after a data file is durable", 2, 2, COMMITTED),
+    sidecar("before a manifest has its name", 2, 2, COMMITTED),
+    sidecar("after a manifest has its name", 2, 2, COMMITTED),
+    sidecar("before a durable shard is reported", 2, 2, COMMITTED),
+    sidecar("after the first window", 2, 2, COMMITTED, all_die=True),
+    sidecar("before a durable shard is reported", 2, 2, COMMITTED, all_die=True),
+)
+_ON_THE_COORDINATOR = (
+    sidecar("after GlobalPlan is taken", 1, 1, COMMITTED),
+    sidecar("before DecideCommit is taken", 2, 2, COMMITTED),
+    sidecar("after DecideCommit is taken", 2, 2, COMMITTED),
+    sidecar("before the checkpoint is published", 2, 2, COMMITTED),
+    sidecar("before .metadata is linked", 2, 2, COMMITTED),
+    sidecar("after .metadata is linked", 2, 2, COMMITTED),
+    sidecar("before the commit is reported", 2, 2, COMMITTED),
+    sidecar("before the checkpoint is published", 2, 2, COMMITTED, all_die=True),
+    sidecar("after .metadata is linked", 2, 2, COMMITTED, all_die=True),
+)
+_OF_RANKS_ON_NODES = (
+    *(rank(number, "before the region is sealed", 2, 2, FAILED) for number in (0, 1)),
+    *(rank(number, "after the region is sealed", 2, 2, COMMITTED) for number in (0, 1)),
+    *(rank(number, "after SubmitShard is queued", 2, 2, COMMITTED) for number in (0, 1)),
+    rank(0, "before the pre-commit hooks", 2, 2, COMMITTED),
+)
+ON_TWO_NODES = [
+    *((struck, scenario) for struck in (0, 1) for scenario in _ON_EITHER_NODE),
+    *((0, scenario) for scenario in _ON_THE_COORDINATOR),
+    *((0, scenario) for scenario in _OF_RANKS_ON_NODES),
+]
+
 SHORT = [
     sidecar("after ProposePlan is taken", 2, 1, OPEN),
     sidecar("after the first window", 4, 2, KEPT),
@@ -195,6 +233,18 @@ SHORT = [
     rank(0, "before SubmitShard is sent", 2, 2, COMMITTED),
     rank(0, "before the pre-commit hooks", 2, 2, COMMITTED, all_die=True),
 ]
+
+
+def judge_scenario(
+    scenario: Scenario, outcomes: Outcomes, run: Callable[[], tuple[list[str], str, Outcome]], nodes: int = 1
+) -> None:
+    """Run a scenario, count what came of it, and fail if that is not what it should be."""
+    victim = "sidecar" if scenario.kills_sidecar else "rank"
+    with outcomes.run(f"{victim} killed{', then every rank' if scenario.all_die else ''}; {nodes} node(s)") as row:
+        unexpected, story, outcome = run()
+        row.count(outcome)
+    print(story)
+    assert not unexpected
 
 
 def test_every_point_is_where_the_table_says() -> None:
@@ -209,11 +259,14 @@ def test_every_point_is_in_the_matrix() -> None:
 
 @pytest.mark.parametrize("scenario", SHORT, ids=lambda scenario: scenario.name)
 def test_a_process_is_killed(
-    scenario: Scenario, tmp_path: Path, shm_root: Path, processes: RankStarter, stock_ranks: RankStarter
+    scenario: Scenario,
+    tmp_path: Path,
+    shm_root: Path,
+    processes: RankStarter,
+    stock_ranks: RankStarter,
+    outcomes: Outcomes,
 ) -> None:
-    unexpected, story = play(scenario, tmp_path, [shm_root], processes, stock_ranks)
-    print(story)
-    assert not unexpected
+    judge_scenario(scenario, outcomes, lambda: play(scenario, tmp_path, [shm_root], processes, stock_ranks))
 
 
 def _row(scenario: Scenario) -> Any:
@@ -225,8 +278,35 @@ def _row(scenario: Scenario) -> Any:
 @pytest.mark.faults
 @pytest.mark.parametrize("scenario", [_row(scenario) for scenario in MATRIX])
 def test_a_process_is_killed_at_every_point(
-    scenario: Scenario, tmp_path: Path, shm_root: Path, processes: RankStarter, stock_ranks: RankStarter
+    scenario: Scenario,
+    tmp_path: Path,
+    shm_root: Path,
+    processes: RankStarter,
+    stock_ranks: RankStarter,
+    outcomes: Outcomes,
 ) -> None:
-    unexpected, story = play(scenario, tmp_path, [shm_root], processes, stock_ranks)
-    print(story)
-    assert not unexpected
+    judge_scenario(scenario, outcomes, lambda: play(scenario, tmp_path, [shm_root], processes, stock_ranks))
+
+
+@pytest.fixture
+def second_root() -> Iterator[Path]:
+    with private_shm_root() as root:
+        yield root
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("struck", "scenario"), ON_TWO_NODES, ids=[f"node {node}, {scenario.name}" for node, scenario in ON_TWO_NODES]
+)
+def test_a_process_of_two_nodes_is_killed(
+    struck: int,
+    scenario: Scenario,
+    tmp_path: Path,
+    shm_root: Path,
+    second_root: Path,
+    processes: RankStarter,
+    stock_ranks: RankStarter,
+    outcomes: Outcomes,
+) -> None:
+    roots = [shm_root, second_root]
+    judge_scenario(scenario, outcomes, lambda: play(scenario, tmp_path, roots, processes, stock_ranks, struck), nodes=2)

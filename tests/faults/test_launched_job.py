@@ -15,6 +15,7 @@ import pytest
 
 from testkit.leaks import left_in, processes_marked
 from testkit.nodes import Node
+from testkit.outcomes import Outcomes
 from testkit.ranks import TESTS, RankStarter
 from testkit.stock_load import load_each
 from testkit.training import Attempt, Program, read_records, train
@@ -66,7 +67,7 @@ def staged_by(records: Path, step: int) -> set[int]:
 
 @pytest.mark.faults
 def test_what_was_staged_is_committed_when_the_whole_job_is_killed(
-    tmp_path: Path, shm_root: Path, processes: RankStarter, stock_ranks: RankStarter
+    tmp_path: Path, shm_root: Path, processes: RankStarter, stock_ranks: RankStarter, outcomes: Outcomes
 ) -> None:
     directory, records, logs = (tmp_path / name for name in ("checkpoints", "records", "logs"))
     for path in (directory, records, logs):
@@ -95,6 +96,8 @@ def test_what_was_staged_is_committed_when_the_whole_job_is_killed(
         lambda names: stock_ranks.run(load_each, 1, names)[0],
         found=leaked,
     )
+    with outcomes.run("ranks, torchrun and wrapper killed 50 ms after staged") as row:
+        row.count(outcome)
     print(outcome)
     assert not outcome.problems
     restarted = [Attempt(1, STRUCK + 1), Attempt(1, STRUCK + 2)]

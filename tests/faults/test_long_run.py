@@ -15,6 +15,7 @@ import pytest
 
 from testkit.leaks import left_in
 from testkit.nodes import Node
+from testkit.outcomes import Outcomes
 from testkit.ranks import RankStarter
 from testkit.stock_load import load_each
 from testkit.training import Attempt, Entry, Program, read_records, train
@@ -176,7 +177,7 @@ def growth(samples: Sequence[Sample]) -> Sample:
 
 @pytest.mark.faults
 def test_many_saves_and_many_deaths(
-    tmp_path: Path, shm_root: Path, processes: RankStarter, stock_ranks: RankStarter
+    tmp_path: Path, shm_root: Path, processes: RankStarter, stock_ranks: RankStarter, outcomes: Outcomes
 ) -> None:
     seed = int(os.environ.get("KILL_SEED") or secrets.randbelow(1 << 32))
     print(f"again with KILL_SEED={seed}")
@@ -196,6 +197,8 @@ def test_many_saves_and_many_deaths(
         directory, read_records(records), WORLD_SIZE, lambda names: stock_ranks.run(load_each, 1, names)[0], found=found
     )
     grown = growth(job.samples)
+    with outcomes.run("200 saves, random processes killed at random moments") as row:
+        row.count(outcome)
     print("\n".join([*job.story, str(outcome), f"{len(job.samples)} samples, grown by {grown}"]))
     assert code == 0
     assert not outcome.unexpected(A_KILLED_SIDECAR_MAY if node.deaths else frozenset(), job.in_flight)

@@ -240,7 +240,6 @@ def test_another_user_is_not_let_in_even_if_the_door_is_open(sidecar: Sidecar) -
 # ---------------------------------------------------------------- refused, and then forgotten
 
 
-@pytest.mark.xfail(strict=True, reason="a refused rank stays in the job table as one that is gone")
 def test_a_client_that_was_refused_does_not_make_the_sidecar_look_degraded(
     tmp_path: Path, start_sidecar: Callable[..., Sidecar]
 ) -> None:

@@ -62,8 +62,9 @@ def test_bytes_move_in_status_while_a_throttled_write_is_under_way(
     assert (healthy.returncode, healthy.stdout) == (0, "healthy: job job last committed step None\n")
     wait_until(lambda: shard()["written_bytes"] > first["written_bytes"], "bytes move")
     sidecar.cut_short()
-    with pytest.raises(TimeoutError, match="step 3"):
-        client.close(timeout=0.1)
+    start_sidecar()  # without the cap: finishes what the slow one has left
+    client.close()
+    assert client.steps() == [3]
 
 
 def test_status_after_a_save(tmp_path: Path, start_sidecar: Callable[..., Sidecar]) -> None:

@@ -1,11 +1,10 @@
-"""The sidecar as a process: what it is to the system, how it ends, and what its death means for the ranks."""
+"""The sidecar as a process: what it is to the system, how it ends, and what the death of ranks means for it."""
 
 from __future__ import annotations
 
 import os
 import signal
 import stat
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,82 +151,28 @@ def test_a_sidecar_that_nobody_needs_ends_by_itself_when_told_to(start_sidecar: 
     assert not sidecar.directory.exists()
 
 
-def test_a_second_sigterm_cuts_the_drain_short(tmp_path: Path, start_sidecar: Callable[..., Sidecar]) -> None:
+def test_what_a_second_sigterm_cuts_short_is_finished_by_the_next_sidecar(
+    tmp_path: Path, start_sidecar: Callable[..., Sidecar]
+) -> None:
     sidecar = start_sidecar(max_write_bytes_per_s=100_000)  # far slower than this test
     client = CheckpointClient(tmp_path)
     handle = client.save(state(1, 2 << 20), step=1)
     wait_until(lambda: [shard.state for shard in sidecar.status().shards] == ["writing"], "the write is under way")
     sidecar.cut_short()
-    assert not sidecar.directory.exists()
+    assert "what is staged stays in" in sidecar.log.read_text()
     assert not (tmp_path / "step-1" / ".metadata").exists()
-    assert not handle.committed.done() or handle.error() is not None
-    with pytest.raises((TimeoutError, CheckpointFailed), match="step 1"):
-        client.close(timeout=0.1)
+    assert not handle.done()
+    start_sidecar()
+    handle.result(LIMIT_S)
+    assert step_stored(client, 1, 2 << 20) == 1
+    client.close()
 
 
-# ---------------------------------------------------------------- its death
-
-
-def test_a_sidecar_killed_while_idle_is_replaced_by_the_client(tmp_path: Path, shm_root: Path) -> None:
-    with CheckpointClient(tmp_path) as client:
-        client.save(state(1), step=1).result()
-        killed = own_sidecar(shm_root)
-        os.kill(killed, signal.SIGKILL)
-        in_flight = client.save(state(2), step=2)
-        failure = ended(in_flight)
-        client.save(state(3), step=3).result(LIMIT_S)
-        assert own_sidecar(shm_root) != killed
-        assert client.latest() == 3
-        assert client.steps() == ([1, 3] if failure else [1, 2, 3])
-        assert [step_stored(client, step) for step in client.steps()] == client.steps()
-
-
-def test_a_sidecar_killed_while_it_writes_leaves_the_last_checkpoint(
-    tmp_path: Path, start_sidecar: Callable[..., Sidecar]
-) -> None:
-    sidecar = start_sidecar(max_write_bytes_per_s=100_000)  # the second save would take longer than this test
-    with CheckpointClient(tmp_path) as client:
-        client.save(state(1), step=1).result()
-        in_flight = client.save(state(2, 2 << 20), step=2)
-        wait_until(
-            lambda: ("writing", 2) in [(shard.state, shard.step) for shard in sidecar.status().shards],
-            "the write is under way",
-        )
-        sidecar.kill()
-        assert client.steps() == [1]
-        assert step_stored(client, 1) == 1
-        sidecar.start()
-        assert ended(in_flight) is not None
-        client.save(state(3), step=3).result()
-        assert client.steps() == [1, 3]
-        assert step_stored(client, 3) == 3
-
-
-def test_a_sidecar_killed_before_an_overwrite_is_committed_leaves_the_old_checkpoint(
-    tmp_path: Path, start_sidecar: Callable[..., Sidecar]
-) -> None:
-    sidecar = start_sidecar()
-    may_commit = threading.Event()
-    with CheckpointClient(tmp_path, pre_commit=[lambda step, where: may_commit.wait(LIMIT_S)]) as client:
-        may_commit.set()
-        client.save(state(1), step=5).result()
-        may_commit.clear()
-        try:
-            replacing = client.save(state(2), step=5, overwrite=True)
-            wait_until(lambda: len(list(tmp_path.glob("step-5/*.manifest"))) == 2, "the new shard is durable")
-            assert step_stored(client, 5) == 1
-            sidecar.kill()
-        finally:
-            may_commit.set()
-        sidecar.start()
-        assert ended(replacing) is not None
-        assert step_stored(client, 5) == 1
-        client.save(state(3), step=5, overwrite=True).result()
-        assert step_stored(client, 5) == 3
+# ---------------------------------------------------------------- its death (more in test_sidecar_death.py)
 
 
 def save_around_a_death(directory: str, shm_root: str, job_id: str) -> list[int]:
-    """Rank code: the sidecar dies between saves; each save ends, later ones succeed."""
+    """Rank code: the sidecar dies between two saves; the next ones wait for another and are committed."""
     import torch.distributed as dist
 
     from ckpt_sidecar.status_query import ask_status
@@ -238,14 +183,8 @@ def save_around_a_death(directory: str, shm_root: str, job_id: str) -> list[int]
         if dist.get_rank() == 0:
             os.kill(ask_status(shm_root, job_id).pid, signal.SIGKILL)
         dist.barrier()
-        for step in range(2, 30):
-            failed = ended(client.save(state(step), step=step)) is not None
-            together = torch.tensor(int(failed))
-            dist.all_reduce(together)
-            assert together in (0, 2), "a save has failed on one rank and succeeded on the other"
-            if not failed:
-                break
-        client.wait()
+        for step in (2, 3):
+            client.save(state(step), step=step).result(LIMIT_S)
         return client.steps()
 
 
@@ -253,8 +192,7 @@ def test_all_ranks_come_back_to_a_replaced_sidecar(tmp_path: Path, shm_root: Pat
     environment = {"CKPT_SIDECAR_SHM_ROOT": str(shm_root), "CKPT_SIDECAR_JOB_ID": "job"}
     arguments = (str(tmp_path), str(shm_root), "job")
     results = ranks.run(save_around_a_death, 2, *arguments, group=True, environment=environment)
-    assert results[0] == results[1]
-    assert len(results[0]) == 2
+    assert results == [[1, 2, 3]] * 2
 
 
 # ---------------------------------------------------------------- death of a rank

@@ -1,12 +1,11 @@
 """Ranks, sidecar and workers in any order that real ones could take, and the promises that must hold in each.
 
-``AnyOrder`` is a hypothesis state machine over both tables, wired as the daemon wires them; hypothesis chooses and
-shrinks orders, ``play`` draws one from a seed, ten thousand of them in half a minute.
+``AnyOrder`` is a hypothesis state machine over both tables of one node, wired as the daemon wires them; hypothesis
+chooses and shrinks orders. Messages are doubled and come late here; what dies with its memory is ``simulator``'s.
 """
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from dataclasses import dataclass, field, replace
 
@@ -393,11 +392,6 @@ class AnyOrder(RuleBasedStateMachine):
                     self.published.add(save)
                 world.at_coordinator(Published(save) if ok else PublishFailed(save, FAILURE))
 
-    def work_if_any(self, which: int, succeeds: int) -> None:
-        """``work`` for a caller that does not look whether there is some."""
-        if self.world.orders:
-            self.work(which, succeeds)
-
     @rule(seconds=st.sampled_from(WAITS), luck=LUCK)
     def wait(self, seconds: float, luck: int) -> None:
         self.world.passes(1.0 if luck else seconds)
@@ -467,48 +461,3 @@ class EveryoneIsAnswered(AnyOrder):
         super().teardown()
         for client in self.clients.values():
             assert not (client.connected and client.unanswered), f"rank {client.rank} waits for {client.unanswered}"
-
-
-def play(seed: int, moves: int = 60) -> list[str]:
-    """One order drawn from ``seed``; returns its story, a line per move.
-
-    Raises:
-        AssertionError, LocalProtocolError: a promise was broken; the story so far is in the notes of the error.
-    """
-    draw = random.Random(seed)
-    machine = EveryoneIsAnswered()
-    story = [f"seed {seed}"]
-    try:
-        machine.begin(world_size=draw.randint(1, 3))
-        for _ in range(moves):
-            name, arguments = _move(draw)
-            story.append(f"{name} {arguments}")
-            getattr(machine, name)(**arguments)
-            machine.no_slot_is_offered_while_it_is_written()
-        machine.teardown()
-    except Exception as error:
-        raise AssertionError("\n".join([*story, f"broke a promise: {type(error).__name__}: {error}"])) from error
-    return story
-
-
-def _move(draw: random.Random) -> tuple[str, dict[str, object]]:
-    rank, luck = draw.randrange(3), draw.randrange(3)
-    moves: list[tuple[str, dict[str, object]]] = [
-        ("leave", {"rank": rank, "goodbye": draw.random() < 0.5, "luck": luck}),
-        ("come_back", {"rank": rank}),
-        ("restart_the_job", {"luck": luck}),
-        ("reconnect", {"rank": rank, "luck": luck}),
-        ("begin_save", {"rank": rank, "changed": draw.random() < 0.5, "wrong_step": draw.randrange(10)}),
-        ("acquire", {"rank": rank}),
-        ("grow", {"rank": rank}),
-        ("seal", {"rank": rank, "overwrite": draw.randrange(10)}),
-        ("fail", {"rank": rank, "luck": luck}),
-        ("decide", {"accept": draw.random() < 0.5}),
-        ("ask_for_a_step", {"rank": rank}),
-        ("say_again", {"rank": rank, "which": draw.randrange(51)}),
-        ("go_on", {"times": draw.randint(1, 6), "ranks": draw.choice([(0, 1, 2), (1, 2), (0,)]), "work": luck > 0}),
-        ("read", {"rank": rank, "count": draw.randint(1, 5)}),
-        ("work_if_any", {"which": draw.randrange(21), "succeeds": draw.randrange(5)}),
-        ("wait", {"seconds": draw.choice(WAITS), "luck": luck}),
-    ]
-    return draw.choice(moves)

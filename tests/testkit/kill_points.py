@@ -83,8 +83,8 @@ SIDECAR_POINTS: Final = {
     "after DecideCommit is taken": KillPoint(*_TAKE, AFTER, "DecideCommit"),
     "before Goodbye is taken": KillPoint(*_TAKE, BEFORE, "Goodbye"),
     "after Goodbye is taken": KillPoint(*_TAKE, AFTER, "Goodbye"),
-    "before the directory is opened": KillPoint("ckpt_sidecar.action_runner", "open_directory", BEFORE),
-    "after the directory is opened": KillPoint("ckpt_sidecar.action_runner", "open_directory", AFTER),
+    "before the directory is opened": KillPoint("ckpt_sidecar.storage_work", "open_directory", BEFORE),
+    "after the directory is opened": KillPoint("ckpt_sidecar.storage_work", "open_directory", AFTER),
     "before a region is prepared": KillPoint("ckpt_sidecar.torch_work", "prepare_region", BEFORE),
     "after a region is prepared": KillPoint("ckpt_sidecar.torch_work", "prepare_region", AFTER),
     "before a shard is written": KillPoint("ckpt_sidecar.shard_writer", "ShardWriter.write", BEFORE),
@@ -107,8 +107,8 @@ SIDECAR_POINTS: Final = {
     "before the commit is reported": KillPoint(*_POST, BEFORE, "Published"),
     "before a rank is told of the commit": KillPoint(*_SEND, BEFORE, "Committed"),
     "after a rank is told of the commit": KillPoint(*_SEND, AFTER, "Committed"),
-    "before the files of an attempt are removed": KillPoint("ckpt_sidecar.action_runner", "remove_files", BEFORE),
-    "after the files of an attempt are removed": KillPoint("ckpt_sidecar.action_runner", "remove_files", AFTER),
+    "before the files of an attempt are removed": KillPoint("ckpt_sidecar.storage_work", "remove_files", BEFORE),
+    "after the files of an attempt are removed": KillPoint("ckpt_sidecar.storage_work", "remove_files", AFTER),
 }
 
 RANK_POINTS: Final = {
@@ -124,8 +124,8 @@ RANK_POINTS: Final = {
     "halfway through the copy": KillPoint("ckpt_trainer_client.stager", "copy_all", HALFWAY),
     "before the region is sealed": KillPoint("ckpt_trainer_client.attached_region", "AttachedRegion.seal", BEFORE),
     "after the region is sealed": KillPoint("ckpt_trainer_client.attached_region", "AttachedRegion.seal", AFTER),
-    "before SubmitShard is sent": KillPoint("ckpt_trainer_client.connection", "Connection.send_frame", BEFORE),
-    "after SubmitShard is queued": KillPoint("ckpt_trainer_client.connection", "Connection.send_frame", AFTER),
+    "before SubmitShard is sent": KillPoint("ckpt_trainer_client.connection", "Connection.submit", BEFORE),
+    "after SubmitShard is queued": KillPoint("ckpt_trainer_client.connection", "Connection.submit", AFTER),
     "after save has returned": KillPoint("ckpt_trainer_client.client", "CheckpointClient.save", AFTER),
     "after ShardPersisted has come": KillPoint(*_HEARD, AFTER, "ShardPersisted"),
     "before the pre-commit hooks": KillPoint("ckpt_trainer_client.commit_hooks", "CommitHooks.veto", BEFORE),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -125,25 +126,26 @@ class Scenario:
 
 
 def play(
-    scenario: Scenario, folder: Path, roots: Sequence[Path], starter: RankStarter, stock: RankStarter
-) -> tuple[list[str], str]:
-    """Run a scenario, on one node per root of shared memory.
+    scenario: Scenario, folder: Path, roots: Sequence[Path], starter: RankStarter, stock: RankStarter, struck: int = 0
+) -> tuple[list[str], str, Outcome]:
+    """Run a scenario, on one node per root of shared memory; the sidecar of node ``struck`` is the one that dies.
 
     Returns:
-        Where the outcome is not as expected, one line each, and the story: verdict, records and logs.
+        Where the outcome is not as expected, one line each; the story: verdict, records and logs; and the outcome.
     """
     directory, records, logs = (folder / name for name in ("checkpoints", "records", "logs"))
     for path in (directory, records, logs):
         path.mkdir()
     program = scenario.program(directory, records)
+    coordinator = "local" if len(roots) == 1 else f"127.0.0.1:{_free_port()}"
     with ExitStack() as closing:
         nodes = [
-            Node(starter, root, logs, ranks, supervised=scenario.supervised, constants=WINDOWS)
+            Node(starter, root, logs, ranks, supervised=scenario.supervised, constants=WINDOWS, coordinator=coordinator)
             for root, ranks in zip(roots, _shares(WORLD_SIZE, len(roots)), strict=True)
         ]
         for node in nodes:
             closing.callback(node.close)
-            node.start_sidecar(scenario.order if scenario.kills_sidecar and node is nodes[0] else None)
+            node.start_sidecar(scenario.order if scenario.kills_sidecar and node is nodes[struck] else None)
         found = [*_live(nodes, program, 0, scenario), *_live(nodes, program, 1, None)]
         codes = [node.stop_sidecar() for node in nodes]
         found += [Problem("unclean", f"a sidecar ended with exit code {code}") for code in codes if code]
@@ -156,7 +158,14 @@ def play(
             vetoed=scenario.vetoed, found=found,
         )  # fmt: skip
         story = "\n".join([str(outcome), *map(str, entries), *(node.story() for node in nodes)])
-    return scenario.unexpected(outcome, program), story
+    return scenario.unexpected(outcome, program), story, outcome
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _shares(world_size: int, nodes: int) -> list[range]:

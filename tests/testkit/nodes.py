@@ -42,6 +42,7 @@ class Node:
         folder: for logs.
         ranks: the global ranks that run here.
         supervised: whether the test starts a dead sidecar again; otherwise the clients do.
+        coordinator: ``host:port`` of the first node's sidecar, or ``local`` if there is no other node.
         constants: of the sidecar's code that are to have other values, ``module:NAME``.
         options: of ``ckpt-sidecar run``.
     """
@@ -56,9 +57,11 @@ class Node:
         job_id: str = "job",
         supervised: bool = True,
         constants: Mapping[str, Any] | None = None,
+        coordinator: str = "local",
         **options: Any,
     ) -> None:
         self.shm_root = shm_root
+        self._coordinator = coordinator
         self.ranks = tuple(ranks)
         self.directory = runtime_dir(shm_root, job_id)
         self.deaths = 0
@@ -126,6 +129,7 @@ class Node:
             "CKPT_SIDECAR_SHM_ROOT": str(self.shm_root),
             "CKPT_SIDECAR_JOB_ID": self._job_id,
             "CKPT_SIDECAR_SUPERVISED": "1" if self._supervised else "0",
+            "CKPT_SIDECAR_COORDINATOR": self._coordinator,
             "TORCHELASTIC_RESTART_COUNT": str(restarts),
         }
         self._ranks = self._start(function, world_size, *arguments, environment=environment, here=self.ranks)

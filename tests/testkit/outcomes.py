@@ -6,6 +6,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from testkit.verdict import Outcome as Judged
 
 HEADINGS = ("scenario", "runs", "committed", "failed by name", "torn", "lost", "leaked", "hung", "wall time")
 
@@ -24,6 +28,16 @@ class Outcome:
     leaked: int = 0
     hung: int = 0
     wall_s: float = 0.0
+
+    def count(self, judged: Judged) -> None:
+        """Add what a whole job has come to."""
+        self.committed += len(judged.committed)
+        self.failed += len(judged.failed)
+        kinds = [problem.kind for problem in judged.problems]
+        self.torn += sum(kind in ("torn", "claimed", "split") for kind in kinds)
+        self.lost += sum(kind in ("lost", "denied", "astray") for kind in kinds)
+        self.leaked += kinds.count("leaked")
+        self.hung += kinds.count("hung")
 
 
 class Outcomes:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
 from ckpt_proto.identity import SaveKey
-from ckpt_proto.messages import SubmitShard
+from ckpt_proto.messages import RegionReady, SubmitShard
 from ckpt_proto.plan_items import ItemKind, Plan, PlanItem
 from ckpt_proto.region import round_to_pages
 from ckpt_sidecar.commit import read_manifests
@@ -214,7 +214,11 @@ def write_order(
 ) -> WriteShard:
     """The order to write a staged region."""
     submit = SubmitShard(save or save_key(), rank, PLAN_ID, 0, 1, byte_lengths, overwrite)
-    return WriteShard(submit, items, str(directory), world_size, torch.__version__)
+    layout = lay_out(items)
+    offsets = tuple(entry.payload_offset for entry in layout.framed)
+    nbytes = round_to_pages(layout.region_bytes(sum(byte_lengths)))
+    ready = RegionReady(PLAN_ID, 0, 1, "", nbytes, offsets, layout.byte_offset, nbytes - layout.byte_offset)
+    return WriteShard(submit, items, str(directory), world_size, torch.__version__, ready)
 
 
 def publish_order(directory: Path, plans: Sequence[Plan], save: SaveKey, *, overwrite: bool = False) -> Publish:

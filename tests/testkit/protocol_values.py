@@ -21,6 +21,7 @@ from ckpt_proto.errors import FailureReport
 from ckpt_proto.identity import MAX_RANKS, MAX_STEP, SaveKey
 from ckpt_proto.peer_messages import MAX_NUMBER, Parcel, PeerEnd, PeerPing, PeerRefused
 from ckpt_proto.plan_items import PlanItem
+from ckpt_proto.region_journal import RegionJournal
 from ckpt_proto.shard_manifest import ManifestEntry, ShardManifest
 
 REPEATABLE = settings(
@@ -77,47 +78,53 @@ STATUS = status.SidecarStatus(
     torch_version="2.13.0+cpu",
 )
 
+HELLO = m.Hello(
+    job_id="job-1",
+    rank=1,
+    world_size=2,
+    pid=4243,
+    process_start_s=123.5,
+    node="node-b",
+    incarnation=0,
+    session="",
+    torch_version="2.13.0",
+    directory="/data/run",
+    slots=2,
+    stage_timeout_s=600.0,
+    next_seq=4,
+    in_flight=(2, 3),
+    coordinator="node-a:29431",
+)
+
 EXAMPLES: tuple[m.Message, ...] = (
-    m.Hello(
-        job_id="job-1",
-        rank=1,
-        world_size=2,
-        pid=4243,
-        process_start_s=123.5,
-        node="node-b",
-        incarnation=0,
-        session="",
-        torch_version="2.13.0",
-        directory="/data/run",
-        slots=2,
-        stage_timeout_s=600.0,
-    ),
+    HELLO,
     m.Heartbeat(),
     m.Goodbye(),
     m.ProposePlan(SAVE, (TENSOR, SCALAR, BYTES, OPAQUE), (b"\x00\x01\x02\x03\x04\x05\x06\x07",), ("model.weight",)),
     m.GlobalPlan(SAVE, ((TENSOR, BYTES), (SCALAR,))),
     m.SubmitShard(SAVE, 1, "9f3ac1d2-p1", 1, 5, (17, 0), True),
+    m.Resubmit(m.SubmitShard(SAVE, 1, "9f3ac1d2-p1", 1, 5, (17, 0), True)),
     m.GrowRegion("9f3ac1d2-p1", 1, 1 << 20),
     m.ReportSkip(SAVE, "no free region"),
     m.ReportFailure(SAVE, FAILURE),
     m.DecideCommit(SAVE, False, "loss is NaN"),
     m.AskRestoreStep(2),
-    m.Welcome("9f3ac1d2", "0123456789abcdef", "node-a", "2.13.0", (100, 200)),
-    m.Refused(FAILURE),
+    m.Welcome("9f3ac1d2", "0123456789abcdef", "node-a", "2.13.0", (100, 200), "9f3ac1d2-p1", 4243),
+    m.Refused(FAILURE, 4243),
     m.Pong("0123456789abcdef", True),
     m.Farewell(),
     m.MakeGlobalPlan(SAVE, ((TENSOR, BYTES), (SCALAR,))),
     m.FinalPlan(SAVE, "9f3ac1d2-p1", (TENSOR, BYTES), ("the values of 1 keys differ",)),
     m.RegionReady("9f3ac1d2-p1", 1, 5, "/dev/shm/x/rank-1.slot-1.region", 8192, (4096,), 4352, 3840),
     m.RegionRefused("9f3ac1d2-p1", 0, FAILURE),
-    m.SlotFreed(1, 5),
+    m.SlotFreed(1, 5, 3),
     m.ShardPersisted(SAVE, 1, 4369),
     m.AskCommit(SAVE, "/data/run/step-300"),
     m.Committed(SAVE, "/data/run/step-300"),
     m.Aborted(SAVE, (FAILURE,), True, True),
     m.RestoreStep(2, None),
-    m.ShardStaged(SAVE, 1, "9f3ac1d2-p1", True),
-    m.RankLeft(1, "its process 4243 has ended"),
+    m.ShardStaged(SAVE, 1, "9f3ac1d2-p1", True, 2, "/data/run"),
+    m.RankLeft(1, "its process 4243 has ended", "9f3ac1d2", "/data/run"),
     m.AskStatus(),
     m.Status(STATUS),
     PeerPing("job-1", "node-b", PeerEnd("fedcba9876543210", 2), PeerEnd("0123456789abcdef", 1), 7),
@@ -143,6 +150,13 @@ EXAMPLES: tuple[m.Message, ...] = (
         overwrite=True,
         entries=(ManifestEntry(TENSOR, 0, 4352, 0xDEADBEEF), ManifestEntry(BYTES, 4352, 17, 0)),
     ),
+    RegionJournal(
+        owner=HELLO,
+        other_namespace=True,
+        planned_by=SAVE,
+        items=(TENSOR, BYTES),
+        ready=m.RegionReady("9f3ac1d2-p4", 1, 5, "/dev/shm/x/rank-1.slot-1.region", 8192, (4096,), 4352, 3840),
+    ),
 )
 """One message of every type, no field left at a default that could hide it."""
 
@@ -165,6 +179,7 @@ _FIELDS: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     (m.Hello, "pid"): st.integers(1, 2**31 - 1),
     (m.Hello, "session"): st.just("") | _SESSIONS,
     (m.Hello, "directory"): st.builds("/{}".format, st.text(st.characters(exclude_characters="\0", codec="utf-8"))),
+    (m.Hello, "coordinator"): st.sampled_from(["", "node-a:29431", "10.0.0.1:20000", "[fd00::1]:29999"]),
     (m.Hello, "slots"): st.integers(1, m.MAX_SLOTS),
     (m.Hello, "stage_timeout_s"): st.floats(min_value=0, exclude_min=True, allow_infinity=False),
     (m.SubmitShard, "slot"): st.integers(0, m.MAX_SLOTS - 1),

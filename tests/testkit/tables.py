@@ -324,7 +324,9 @@ class World:
         self.says(rank, Goodbye())
 
     def dies(self, rank: int) -> None:
-        self.at_node(RankDied(rank, self.node.table.ranks[rank].hello.pid, "its process has ended"))
+        record = self.node.table.ranks.get(rank)
+        if record is not None:  # a rank that was refused is nobody's business any more
+            self.at_node(RankDied(rank, record.hello.pid, "its process has ended"))
 
     def read(self, rank: int) -> list[Message]:
         """Everything sent to a rank since it was read last."""

@@ -26,9 +26,9 @@ KINDS: Final = {
     "unclean": "a process ended otherwise than it should",
 }
 
-A_KILLED_SIDECAR_MAY: Final = frozenset({"lost", "denied", "split", "littered"})
-"""Problems that are allowed of what was in flight when a sidecar was killed. One that takes over what its predecessor
-had been given and had begun leaves none of them: then this is empty."""
+A_KILLED_SIDECAR_MAY: Final = frozenset({"littered"})
+"""Problems that are allowed of what was in flight when a sidecar was killed: files of an attempt that was given up
+while nobody was there to remove them stay until they are old."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,13 +30,15 @@ class AttachedRegion:
         self._closed = False
         self._mapping: mmap.mmap
         self._seal: Seal
-        if old is not None and old.ready.path == ready.path and len(old._mapping) >= ready.region_bytes:
-            self._mapping, self._seal = old._mapping, old._seal
+        self._inode: int
+        if old is not None and old._still_is(ready):
+            self._mapping, self._seal, self._inode = old._mapping, old._seal, old._inode
             self.targets = _targets(self._mapping, ready, items)
             old.targets = []
             return
         with ExitStack() as undo:
             self._mapping = attach(Path(ready.path), ready.region_bytes)
+            self._inode = os.stat(ready.path).st_ino
             undo.callback(self._mapping.close)
             self._seal = Seal(seal_path(Path(ready.path)))
             undo.callback(self._seal.close)
@@ -43,6 +46,15 @@ class AttachedRegion:
             undo.pop_all()
         if old is not None:
             old.close()
+
+    def _still_is(self, ready: RegionReady) -> bool:
+        """Whether ``ready`` is about the file that is mapped here: a restarted sidecar may have made another one."""
+        if self.ready.path != ready.path or len(self._mapping) < ready.region_bytes:
+            return False
+        try:
+            return os.stat(ready.path).st_ino == self._inode
+        except FileNotFoundError:
+            return False  # attaching it says so, with all that is known
 
     def begin(self) -> None:
         """Break the seal: from here on the region is torn until :meth:`seal`."""

@@ -178,11 +178,13 @@ class CheckpointClient:
         if problem is not None:
             # Every rank counts every call, so the ranks that called with a good step must hear of this one.
             failure = report_of(problem).at(self._config.rank, self._config.node)
-            self._connection.send(ReportFailure(SaveKey(session, seq, 0), failure))
+            self._connection.report(ReportFailure(SaveKey(session, seq, 0), failure))
+            self._connection.next_seq = self._seq
             raise problem
         save = SaveKey(session, seq, step)
-        handle = SaveHandle(save, self._connection.who_is_late)
+        handle = SaveHandle(save, self._connection.questions.who_is_late)
         self._connection.saves.expect(save, handle)
+        self._connection.next_seq = self._seq  # after it is expected: what is neither expected nor to come has ended
         self._last = handle
         return handle
 
@@ -204,14 +206,14 @@ class CheckpointClient:
         if isinstance(error, SaveSkipped):
             failures = [failure.at(self._config.rank, self._config.node) for failure in error.failures.values()]
             skipped = True
-            self._connection.send(ReportSkip(save, failures[0].message))
+            self._connection.report(ReportSkip(save, failures[0].message))
         elif isinstance(error, CheckpointFailed):
             failures, skipped = list(error.failures.values()), False
-            self._connection.send(ReportFailure(save, failures[0]))
+            self._connection.report(ReportFailure(save, failures[0]))
         else:
             report = report_of(error).at(self._config.rank, self._config.node)
             failures, skipped = [report], False
-            self._connection.send(ReportFailure(save, report))
+            self._connection.report(ReportFailure(save, report))
             if not isinstance(error, RegionsExhausted):
                 logger.debug("save of step %d failed", save.step, exc_info=error)
         logger.warning("step %d was not saved: %s", save.step, "; ".join(map(str, failures)))
@@ -226,7 +228,7 @@ class CheckpointClient:
             SidecarUnreachable: the coordinator does not answer.
         """
         self._check_usable()
-        step = self._connection.ask_restore_step()
+        step = self._connection.questions.ask_restore_step(self._connection.session)
         if step is not None and not is_committed(self._config.directory, step):
             logger.warning("step %d has been removed from %s since it was committed", step, self._config.directory)
             step = max(self.steps(), default=None)

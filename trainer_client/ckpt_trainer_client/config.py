@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ckpt_proto.coordinator_address import coordinator_address
 from ckpt_proto.identity import job_id_from
 from ckpt_proto.messages import MAX_SLOTS
+from ckpt_proto.node_name import node_name
 from ckpt_proto.runtime_dir import DEFAULT_SHM_ROOT, runtime_dir
 
 BACKPRESSURE = ("wait", "skip")
@@ -28,6 +29,7 @@ class ClientConfig:
         stage_timeout_s: how long the ranks may be apart in calling ``save()`` before the attempt is given up.
         connect_timeout_s: how long to wait for a sidecar at start.
         close_timeout_s: how long ``close()`` waits for saves in flight.
+        coordinator: ``host:port`` where the sidecars of other nodes find that of rank 0's; empty for one node.
         supervised: somebody else restarts the sidecar (the wrapper), so the client never starts one.
     """
 
@@ -46,6 +48,7 @@ class ClientConfig:
     connect_timeout_s: float = 120.0
     close_timeout_s: float = 600.0
     supervised: bool = False
+    coordinator: str = ""
 
     def __post_init__(self) -> None:
         if self.backpressure not in BACKPRESSURE:
@@ -84,11 +87,12 @@ class ClientConfig:
             "local_rank": _number(environment, "LOCAL_RANK", 0),
             "incarnation": _number(environment, "TORCHELASTIC_RESTART_COUNT", 0),
             "shm_root": Path(os.path.abspath(environment.get("CKPT_SIDECAR_SHM_ROOT", DEFAULT_SHM_ROOT))),
-            "node": socket.gethostname(),
+            "node": node_name(environment),
             "supervised": environment.get("CKPT_SIDECAR_SUPERVISED", "0") == "1",
         }
         values.update({key: value for key, value in given.items() if value is not None})
-        return cls(**values)  # type: ignore[arg-type]
+        config = cls(**values)  # type: ignore[arg-type]
+        return replace(config, coordinator=coordinator_address(environment, config.job_id, config.world_size))
 
 
 def absolute_directory(directory: str | os.PathLike[str]) -> str:

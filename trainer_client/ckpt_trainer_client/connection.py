@@ -18,16 +18,13 @@ from contextlib import ExitStack
 from functools import partial
 
 from ckpt_proto.errors import FailureReport, RemoteProtocolError, SidecarUnreachable
-from ckpt_proto.identity import SaveKey
 from ckpt_proto.messages import (
     Aborted,
     AskCommit,
-    AskRestoreStep,
-    AskStatus,
     Committed,
-    DecideCommit,
     Farewell,
     FinalPlan,
+    GlobalPlan,
     Goodbye,
     Hello,
     MakeGlobalPlan,
@@ -37,32 +34,34 @@ from ckpt_proto.messages import (
     RegionReady,
     RegionRefused,
     ReportFailure,
+    ReportSkip,
     RestoreStep,
     ShardPersisted,
     SlotFreed,
     Status,
+    SubmitShard,
     Welcome,
 )
 from ckpt_proto.process import process_start_s
-from ckpt_proto.status import SidecarStatus
-from ckpt_trainer_client.callback_thread import DECISIONS, CallbackThread
+from ckpt_trainer_client.callback_thread import CallbackThread
+from ckpt_trainer_client.commit_decisions import CommitDecisions
 from ckpt_trainer_client.commit_hooks import CommitHooks, PostCommitHook, PreCommitHook
 from ckpt_trainer_client.config import ClientConfig
 from ckpt_trainer_client.errors import SidecarRefused
 from ckpt_trainer_client.plan_exchange import PlanExchange
+from ckpt_trainer_client.questions import Questions
 from ckpt_trainer_client.region_pool import RegionPool
 from ckpt_trainer_client.saves_in_flight import SavesInFlight
 from ckpt_trainer_client.sidecar_link import SidecarLink
 from ckpt_trainer_client.sidecar_start import ensure_sidecar, sidecar_runs, start_sidecar
+from ckpt_trainer_client.unanswered import Unanswered
 
 logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 30.0
-RESTORE_TIMEOUT_S = 3600.0
-"""How long the step to restore may wait for a save that an earlier life of the job staged and that is being written."""
 
 HELLO_AGAIN_S = 5.0
-"""A Hello that has not been answered for so long was lost with a sidecar that died."""
+"""A Hello after which the sidecar still does not know us for so long was lost with one that died."""
 
 SILENT_S = 3.0
 """No answer to heartbeats for so long, and nobody holding the job's lock: the sidecar is dead."""
@@ -75,19 +74,18 @@ class Connection:
         self._config = config
         self._hooks = CommitHooks(pre, post)
         self._callbacks = CallbackThread()
-        self._decisions = CallbackThread(DECISIONS)
         self._link = SidecarLink(config.runtime_dir, self._on_message, self._on_beat, self._on_link_failure)
+        self._decisions = CommitDecisions(self._hooks, self.send)
+        self.questions = Questions(self.send)
         self._changed = threading.Condition()
         self._welcome: Welcome | None = None
         self._refused: Refused | None = None
-        self._restore_steps: dict[int, int | None] = {}
-        self._asks = 0
-        self._statuses: list[SidecarStatus] = []
         self._farewell = False
         self._torch_version = ""
         self._starting = False
         self._closing = False
         self._hello_sent_s = -HELLO_AGAIN_S
+        self._greeted = ""  # the sidecar that the last Hello was meant for, as far as known
         self.saves = SavesInFlight(self._callbacks)
         self.pool = RegionPool(config.slots)
         self.exchange = PlanExchange(self.send, config.stage_timeout_s)
@@ -95,7 +93,8 @@ class Connection:
         self._replanned_seq = -1
         self.committed_steps: set[int] = set()
         self.session = ""
-        self.epoch = 0
+        self.next_seq = 0
+        self.unanswered = Unanswered()
 
     # ------------------------------------------------------------ handshake
 
@@ -107,16 +106,15 @@ class Connection:
         """
         self._torch_version = torch_version
         self._callbacks.start()
-        if self._hooks.has_pre:
-            self._decisions.start()
+        self._decisions.start()
         self._link.start()
+        self._link.start_heartbeat()
         try:
             self._handshake(time.monotonic() + self._config.connect_timeout_s)
         except BaseException:
             self._link.send(Goodbye())  # it may know us all the same, and would take the next client for a second one
             self._end_threads()
             raise
-        self._link.start_heartbeat()
 
     def _handshake(self, deadline: float) -> None:
         while True:
@@ -125,7 +123,7 @@ class Connection:
                 return  # a Hello that was sent to an earlier sidecar has reached this one
             with self._changed:
                 self._refused = None
-            self._link.send(self._hello())
+            self._say_hello()
             answer = self._await_welcome(deadline)
             if isinstance(answer, Welcome):
                 return
@@ -134,11 +132,24 @@ class Connection:
             if time.monotonic() > deadline:
                 raise SidecarUnreachable(
                     f"the sidecar of job {self._config.job_id} has not welcomed rank {self._config.rank} within "
-                    f"{self._config.connect_timeout_s:.0f} s"
+                    f"{self._config.connect_timeout_s:.0f} s{self._coordinator_hint()}"
                 )
 
+    def _coordinator_hint(self) -> str:
+        address = self._config.coordinator
+        if not address or self._config.rank == 0:
+            return ""
+        return (
+            f": the coordinator, the sidecar of rank 0's node, has not answered at {address}; is rank 0 up, and can "
+            "this node reach that port? (another address: CKPT_SIDECAR_COORDINATOR=HOST:PORT on every node)"
+        )
+
+    def _say_hello(self) -> None:
+        self._hello_sent_s = time.monotonic()
+        self._link.send(self._hello())
+
     def _hello(self) -> Hello:
-        config = self._config
+        config, next_seq = self._config, self.next_seq  # read before what is in flight: a save may begin meanwhile
         return Hello(
             job_id=config.job_id,
             rank=config.rank,
@@ -152,6 +163,9 @@ class Connection:
             directory=config.directory,
             slots=config.slots,
             stage_timeout_s=config.stage_timeout_s,
+            next_seq=next_seq,
+            in_flight=tuple(save.seq for save in self.saves.pending()),
+            coordinator=config.coordinator,
         )
 
     def _await_welcome(self, deadline: float) -> Welcome | Refused | None:
@@ -173,11 +187,19 @@ class Connection:
 
     def send(self, message: Message) -> None:
         """Queue a message for the sidecar."""
+        if isinstance(message, GlobalPlan):
+            self.unanswered.made(message)
         self._link.send(message)
 
-    def send_frame(self, frame: bytes) -> None:
-        """Queue an encoded message for the sidecar."""
-        self._link.send_frame(frame)
+    def submit(self, submit: SubmitShard) -> None:
+        """Hand a sealed region over; said again until its end is known."""
+        self.unanswered.submitted(submit)
+        self._link.send(submit)
+
+    def report(self, report: ReportFailure | ReportSkip) -> None:
+        """Tell the other ranks that this one gave a save up; said again until the coordinator has aborted it."""
+        self.unanswered.reported(report)
+        self._link.send(report)
 
     def wait_idle(self, timeout_s: float | None) -> None:
         """Wait until every expected save has ended.
@@ -185,36 +207,7 @@ class Connection:
         Raises:
             TimeoutError: one has not; the text names it and who is late.
         """
-        self.saves.wait_idle(timeout_s, self.who_is_late)
-
-    def ask_restore_step(self) -> int | None:
-        """The coordinator's answer to the n-th question for a step to restore.
-
-        Raises:
-            SidecarUnreachable: no answer in time.
-        """
-        with self._changed:
-            ask = self._asks
-            self._asks += 1
-        self._link.send(AskRestoreStep(ask, self.session))
-        with self._changed:
-            if not self._changed.wait_for(lambda: ask in self._restore_steps, ANSWER_TIMEOUT_S):
-                logger.info("waiting for a save that an earlier life of the job has staged")
-                if not self._changed.wait_for(lambda: ask in self._restore_steps, RESTORE_TIMEOUT_S):
-                    raise SidecarUnreachable(f"the coordinator has not answered within {RESTORE_TIMEOUT_S:.0f} s")
-            return self._restore_steps[ask]
-
-    def who_is_late(self, save: SaveKey) -> str:
-        """Whom a save waits for, from the sidecar's status; for the text of a time-out."""
-        with self._changed:
-            self._statuses.clear()
-        self._link.send(AskStatus())
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._statuses, 2.0):
-                return "the sidecar does not answer"
-            status = self._statuses.pop()
-        late = [name for attempt in status.checkpoints if attempt.save_id == save.save_id for name in attempt.late]
-        return ", ".join(late) or "the sidecar does not know this save"
+        self.saves.wait_idle(timeout_s, self.questions.who_is_late)
 
     # ------------------------------------------------------------ arriving (thread ckpt-link)
 
@@ -225,20 +218,21 @@ class Connection:
             case RegionRefused():
                 logger.warning("slot %d cannot be used: %s", message.slot, message.failure)
                 self.pool.on_refused(message)
-            case SlotFreed(slot=slot, generation=generation):
-                self.pool.on_freed(slot, generation)
+            case SlotFreed(slot=slot, generation=generation, seq=seq):
+                self.pool.on_freed(slot, generation, seq)
             case FinalPlan() | MakeGlobalPlan():
+                self.unanswered.planned(message)
                 self.exchange.on_message(message)
             case ShardPersisted(save=save):
                 self.saves.persisted(save)
-            case AskCommit() if self._hooks.has_pre:
-                self._decisions.submit(partial(self._decide, message))
             case AskCommit():
-                self._link.send(DecideCommit(message.save, True))
+                self._decisions.on_ask(message, is_open=message.save in self.saves.pending())
             case Committed():
                 self._on_committed(message)
             case Aborted():
                 self._on_aborted(message)
+            case RestoreStep() | Status():
+                self.questions.on_answer(message)
             case Pong():
                 self._on_pong(message)
             case _:
@@ -251,10 +245,6 @@ class Connection:
                     self._on_welcome(message)
                 case Refused():
                     self._on_refused(message)
-                case RestoreStep(ask=ask, step=step):
-                    self._restore_steps[ask] = step
-                case Status(status=status):
-                    self._statuses.append(status)
                 case Farewell():
                     self._farewell = True
             self._changed.notify_all()
@@ -270,23 +260,33 @@ class Connection:
             self._fail_all("Refused", str(refused.failure), "restart the job")
 
     def _on_welcome(self, welcome: Welcome) -> None:
-        again = self._welcome is not None
+        again, before = self._welcome is not None, self.session
         self._welcome = welcome
         self.session = welcome.session
         self.committed_steps = set(welcome.committed_steps)
+        self._greeted = welcome.sidecar_id
         self.pool.interrupt("")
         if again:
-            self._forget_old_sidecar()
-            unanswered = self._asks - 1
-            if unanswered >= 0 and unanswered not in self._restore_steps:
-                self._link.send(AskRestoreStep(unanswered, self.session))
+            if welcome.session == before:
+                self._resume(welcome)
+            else:
+                self._forget_session()
+            self.questions.say_again(self.session)
 
-    def _forget_old_sidecar(self) -> None:
-        """A restarted sidecar knows neither our plan nor our regions, nor the saves that were in flight."""
-        self.epoch += 1
+    def _resume(self, welcome: Welcome) -> None:
+        """The sidecar or the coordinator was restarted, or the connection renewed: say again what has no answer yet."""
+        logger.info("welcomed again by sidecar %s: going on", welcome.sidecar_id)
+        for message in self.unanswered.to_say_again(welcome.plan_id, self.saves.pending(), self.pool.holds):
+            self._link.send(message)
+        self.exchange.say_again()
+        self.pool.resume()
+
+    def _forget_session(self) -> None:
+        """Our session is over and another has begun: the ranks plan anew, what was in flight is lost to us."""
         self.plan_epoch += 1
+        self.unanswered = Unanswered()
         self.pool.reset()
-        self._fail_all("SidecarRestarted", "the sidecar died", "the next save is tried with the restarted sidecar")
+        self._fail_all("SessionEnded", "the session ended", "the next save belongs to the new one")
 
     def _fail_all(self, kind: str, why: str, hint: str) -> None:
         """Fail every save in flight, staged or not."""
@@ -296,7 +296,7 @@ class Connection:
             self.exchange.on_message(Aborted(save, (failure,)))
             self.saves.failed(save, [failure])
             # Ranks that have not called save() for this attempt yet must not wait for this one when they do.
-            self._link.send(ReportFailure(save, failure))
+            self.report(ReportFailure(save, failure))
         self.pool.wake()
 
     def _on_link_failure(self, error: Exception) -> None:
@@ -304,28 +304,30 @@ class Connection:
         self._fail_all("LinkFailed", f"the link to the sidecar failed ({error})", "this is a bug; restart the job")
 
     def _on_pong(self, pong: Pong) -> None:
-        if pong.known or time.monotonic() - self._hello_sent_s < HELLO_AGAIN_S:
+        same = self._greeted in ("", pong.sidecar_id)
+        if pong.known or (same and time.monotonic() - self._hello_sent_s < HELLO_AGAIN_S):
             return  # heartbeats that queued while the sidecar was away are all answered alike: one Hello will do
-        self._hello_sent_s = time.monotonic()
-        self._link.send(self._hello())
+        self._greeted = pong.sidecar_id
+        self._say_hello()
+        if self._closing:
+            self._link.send(Goodbye())  # the one that was said has gone with the sidecar that it was said to
 
     def _on_committed(self, message: Committed) -> None:
         step = message.save.step
+        self.unanswered.ended(message.save)
         self.committed_steps.add(step)
-        self.saves.committed(message.save, message.checkpoint_id)
-        self._callbacks.submit(partial(self._hooks.tell, step, message.checkpoint_id))
+        if self.saves.committed(message.save, message.checkpoint_id):  # a restarted coordinator may tell it twice
+            self._callbacks.submit(partial(self._hooks.tell, step, message.checkpoint_id))
 
     def _on_aborted(self, message: Aborted) -> None:
+        self.unanswered.ended(message.save)
         if message.replan and message.save.seq > self._replanned_seq:
+            self.unanswered.forget_plan()
             self._replanned_seq = message.save.seq  # an order that is repeated must not cost the plan made since
             self.plan_epoch += 1
         self.exchange.on_message(message)
         self.pool.wake()
         self.saves.failed(message.save, message.failures, skipped=message.skipped)
-
-    def _decide(self, message: AskCommit) -> None:
-        veto = self._hooks.veto(message.save.step, message.checkpoint_id)
-        self._link.send(DecideCommit(message.save, veto is None, veto or ""))
 
     def _on_beat(self) -> None:
         silent_s = time.monotonic() - self._link.heard_s
@@ -358,12 +360,11 @@ class Connection:
         with ExitStack() as ending:  # each is ended even if another does not end; the link goes last
             ending.callback(self._link.close)
             ending.callback(self._callbacks.close, ANSWER_TIMEOUT_S)
-            if self._hooks.has_pre:
-                ending.callback(self._decisions.close, ANSWER_TIMEOUT_S)
+            ending.callback(self._decisions.close, ANSWER_TIMEOUT_S)
 
     def _await_farewell(self, deadline: float) -> bool:
         with self._changed:
-            while not self._farewell and time.monotonic() < deadline:
+            while not self._farewell and self._refused is None and time.monotonic() < deadline:
                 if not self._changed.wait(0.5) and not sidecar_runs(self._config.runtime_dir):
                     return self._farewell
             return self._farewell

@@ -33,6 +33,7 @@ class PlanExchange:
         self._final: FinalPlan | None = None
         self._to_make: MakeGlobalPlan | None = None
         self._aborted: dict[int, Aborted] = {}
+        self._proposed: ProposePlan | None = None
 
     def on_message(self, message: FinalPlan | MakeGlobalPlan | Aborted) -> None:
         """Called by the link."""
@@ -69,7 +70,24 @@ class PlanExchange:
             CheckpointFailed: another rank's part failed, or a rank did not call ``save()`` in time.
         """
         items, digests = state.local_plan()
-        self._send(ProposePlan(save, items, digests, changed_keys))
+        proposal = ProposePlan(save, items, digests, changed_keys)
+        with self._arrived:
+            self._proposed = proposal
+        self._send(proposal)
+        try:
+            return self._await_plan(save, state)
+        finally:
+            with self._arrived:
+                self._proposed = None
+
+    def say_again(self) -> None:
+        """Called by the link: the coordinator may have lost what was proposed, or its answer."""
+        with self._arrived:
+            proposal = self._proposed
+        if proposal is not None:
+            self._send(proposal)
+
+    def _await_plan(self, save: SaveKey, state: PlanningState) -> SavePlanned:
         deadline = time.monotonic() + self._timeout_s
         while True:
             message = self._next(save, deadline)

@@ -22,12 +22,19 @@ PREPARE_TIMEOUT_S = 600.0
 
 @dataclass
 class _Slot:
-    """``ready`` is None until the sidecar has prepared the region for a plan."""
+    """``ready`` is None until the sidecar has prepared the region for a plan.
+
+    ``asked_bytes`` is the room for byte entries that the sidecar was asked for: until it has answered, it may begin to
+    prepare the region at any moment, whether the save that needed the room goes on or not. ``ask`` asks for it.
+    """
 
     state: RegionState = RegionState.FREE
     ready: RegionReady | None = None
     refusal: RegionRefused | None = None
     step: int = -1
+    seq: int = -1
+    asked_bytes: int = 0
+    ask: Callable[[int, int], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,7 @@ class RegionRequest:
 
     Attributes:
         policy: ``wait`` or ``skip`` when every slot is busy; ``timeout_s`` bounds every wait.
+        seq: the save's number, by which the sidecar says which save it has let go of.
         check: raises if the attempt has been given up; called whenever a wait is interrupted.
         prepare: asks the sidecar to prepare ``(slot, byte_capacity)`` anew.
     """
@@ -44,6 +52,7 @@ class RegionRequest:
     step: int
     policy: str
     timeout_s: float
+    seq: int
     check: Callable[[], None]
     prepare: Callable[[int, int], None]
 
@@ -56,18 +65,23 @@ class RegionPool:
         self._changed = threading.Condition()
         self._clock = clock
         self._broken: str = ""
+        self._resumed = 0
 
     # ------------------------------------------------------------ reported by the link
 
     def on_ready(self, ready: RegionReady) -> None:
-        """The sidecar has prepared a region; it is free from now on."""
+        """The sidecar has prepared a region; it is free from now on. Said again of the same one it changes nothing."""
         with self._changed:
             if ready.slot >= len(self._slots):
                 return  # meant for an earlier client of this rank, which had more slots
             slot = self._slots[ready.slot]
+            if slot.ready == ready:
+                return
             if slot.state is RegionState.SEALED:
                 slot.state = walk(REGION, slot.state, RegionEvent.RELEASE)
             slot.ready, slot.refusal = ready, None
+            if ready.byte_capacity >= slot.asked_bytes:
+                slot.asked_bytes = 0
             self._changed.notify_all()
 
     def on_refused(self, refusal: RegionRefused) -> None:
@@ -76,16 +90,18 @@ class RegionPool:
             if refusal.slot >= len(self._slots):
                 return
             slot = self._slots[refusal.slot]
-            slot.ready, slot.refusal = None, refusal
+            slot.ready, slot.refusal, slot.asked_bytes = None, refusal, 0
             self._changed.notify_all()
 
-    def on_freed(self, index: int, generation: int) -> None:
-        """The sidecar has let go of a slot; a message about an earlier generation is ignored."""
+    def on_freed(self, index: int, generation: int, seq: int) -> None:
+        """The sidecar has let go of a slot that save number ``seq`` held; an earlier generation or save is ignored."""
         with self._changed:
             if index >= len(self._slots):
                 return
             slot = self._slots[index]
-            if slot.state is RegionState.SEALED and slot.ready and slot.ready.generation == generation:
+            if slot.seq != seq or slot.ready is None or slot.ready.generation != generation:
+                return
+            if slot.state is RegionState.SEALED:
                 slot.state = walk(REGION, slot.state, RegionEvent.RELEASE)
                 self._changed.notify_all()
 
@@ -95,6 +111,21 @@ class RegionPool:
             for index in range(len(self._slots)):
                 self._slots[index] = _Slot()
             self._changed.notify_all()
+
+    def resume(self) -> None:
+        """The sidecar may have lost what it was asked: what waits for a region asks again."""
+        with self._changed:
+            self._resumed += 1
+            for index, slot in enumerate(self._slots):
+                if slot.asked_bytes and slot.ask is not None:
+                    slot.ask(index, slot.asked_bytes)
+            self._changed.notify_all()
+
+    def holds(self, index: int, seq: int) -> bool:
+        """Whether a slot is the sidecar's, sealed for save number ``seq``."""
+        with self._changed:
+            slot = self._slots[index]
+            return slot.state is RegionState.SEALED and slot.seq == seq
 
     def interrupt(self, why: str) -> None:
         """Let a waiting :meth:`acquire` fail with ``why``; empty takes that back."""
@@ -155,26 +186,42 @@ class RegionPool:
             CheckpointFailed: the attempt was given up meanwhile.
         """
         deadline = self._clock() + PREPARE_TIMEOUT_S
-        request.prepare(ready.slot, byte_capacity)
+        asked: set[tuple[int, int]] = set()
         with self._changed:
             while True:
                 request.check()
-                slot = self._slots[ready.slot]
-                if slot.ready is not None and slot.ready.generation != ready.generation:
-                    return slot.ready
-                if slot.refusal is not None:
-                    raise _refused(slot.refusal)
-                if self._broken:
-                    raise RegionError(self._broken)
+                grown = self._grown(ready, request, byte_capacity, asked)
+                if grown is not None:
+                    return grown
                 if not self._changed.wait(deadline - self._clock()):
                     text = f"the region for step {request.step} was not grown to hold {byte_capacity} byte-entry bytes"
                     raise RegionError(f"{text} within {PREPARE_TIMEOUT_S:g} s")
 
+    def _grown(
+        self, ready: RegionReady, request: RegionRequest, byte_capacity: int, asked: set[tuple[int, int]]
+    ) -> RegionReady | None:
+        """The slot if it has grown; else asks for it, again whenever a restarted sidecar has prepared it small."""
+        slot = self._slots[ready.slot]
+        now = slot.ready if slot.ready is not None else ready
+        if now.generation != ready.generation and now.byte_capacity >= byte_capacity:
+            return now
+        if slot.refusal is not None:
+            raise _refused(slot.refusal)
+        if self._broken:
+            raise RegionError(self._broken)
+        if (self._resumed, now.generation) not in asked:
+            asked.add((self._resumed, now.generation))
+            slot.asked_bytes, slot.ask = byte_capacity, request.prepare
+            request.prepare(ready.slot, byte_capacity)
+            return self._grown(ready, request, byte_capacity, asked)  # the answer may have come at once
+        return None
+
     def _take_free(self, request: RegionRequest) -> RegionReady | None:
         for slot in self._slots:
-            if slot.state is RegionState.FREE and slot.ready and slot.ready.plan_id == request.plan_id:
+            free = slot.state is RegionState.FREE and not slot.asked_bytes
+            if free and slot.ready and slot.ready.plan_id == request.plan_id:
                 slot.state = walk(REGION, slot.state, RegionEvent.FILL)
-                slot.step = request.step
+                slot.step, slot.seq = request.step, request.seq
                 return slot.ready
         return None
 

@@ -42,11 +42,12 @@ class SavesInFlight:
         if handle is not None:
             self._callbacks.submit(handle._set_persisted)
 
-    def committed(self, save: SaveKey, checkpoint_id: str) -> None:
-        """The step can be restored."""
+    def committed(self, save: SaveKey, checkpoint_id: str) -> bool:
+        """The step can be restored; returns whether that was not known before."""
         handle = self._take(save)
         if handle is not None:
             self._callbacks.submit(partial(handle._set_committed, checkpoint_id))
+        return handle is not None
 
     def failed(self, save: SaveKey, failures: Sequence[FailureReport], *, skipped: bool = False) -> None:
         """The save was given up."""

@@ -67,10 +67,7 @@ class SidecarLink:
 
     def send(self, message: Message) -> None:
         """Queue a message."""
-        self.send_frame(encode(message))
-
-    def send_frame(self, frame: bytes) -> None:
-        """Queue a message that is encoded already."""
+        frame = encode(message)
         with self._sending:
             if self._stop:
                 logger.debug("dropped a message: the link is closed")
@@ -79,7 +76,7 @@ class SidecarLink:
             os.eventfd_write(self._wake_fd, 1)
 
     def start_heartbeat(self) -> None:
-        """From now on send heartbeats; called after the first Welcome."""
+        """From now on send heartbeats: the answer tells whether the sidecar knows us, also before the first Welcome."""
         self._beat = True
 
     def close(self, timeout_s: float = 5.0) -> None:

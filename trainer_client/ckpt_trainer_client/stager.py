@@ -24,7 +24,6 @@ class Stager:
         self._plan: SavePlanned | None = None
         self._plan_epoch = -1
         self._regions: dict[int, AttachedRegion] = {}
-        self._epoch = connection.epoch
 
     def stage(self, save: SaveKey, state: PlanningState, *, overwrite: bool) -> None:
         """Copy what ``state`` resolves into a region and hand that over; on return the tensors may change.
@@ -49,13 +48,14 @@ class Stager:
             region.begin()
             copy_all(region.targets, tensors)
             region.write_bytes(entries)
-            frame = encode(self._submission(save, ready, tuple(map(len, entries)), overwrite))
-            region.seal(frame)
+            request.check()  # what is sealed counts, also for a sidecar that has not heard that the save was given up
+            submit = self._submission(save, ready, tuple(map(len, entries)), overwrite)
+            region.seal(encode(submit))
             pool.seal(ready.slot)
         except BaseException:
             pool.discard(ready.slot)
             raise
-        self._connection.send_frame(frame)
+        self._connection.submit(submit)
 
     def _acquire(self, request: RegionRequest) -> RegionReady:
         try:
@@ -79,6 +79,7 @@ class Stager:
             save.step,
             config.backpressure,
             config.backpressure_timeout_s,
+            save.seq,
             check=lambda: connection.exchange.raise_if_aborted(save),
             prepare=lambda slot, capacity: connection.send(GrowRegion(plan.plan_id, slot, capacity)),
         )
@@ -95,15 +96,12 @@ class Stager:
         return self._plan
 
     def _attach(self, ready: RegionReady, plan: SavePlanned) -> AttachedRegion:
-        if self._epoch != self._connection.epoch:
-            self._detach()  # a restarted sidecar has made new files under the same names
         region = self._regions.get(ready.slot)
         if region is None or region.ready != ready:
             self._regions[ready.slot] = region = AttachedRegion(ready, plan.items, region)
         return region
 
     def _detach(self) -> None:
-        self._epoch = self._connection.epoch
         for region in self._regions.values():
             region.close()
         self._regions.clear()

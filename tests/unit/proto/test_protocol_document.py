@@ -38,7 +38,7 @@ def test_the_tables_name_no_message_that_does_not_exist() -> None:
 
 def test_only_messages_are_sent_in_the_sequence_diagrams() -> None:
     sent = re.findall(r"->>\w+: (\w+)", "\n".join(SEQUENCES))
-    assert len(SEQUENCES) == 10
+    assert len(SEQUENCES) == 11
     assert set(sent) <= set(Message.TYPES)
 
 

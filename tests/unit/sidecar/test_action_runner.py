@@ -40,7 +40,8 @@ from ckpt_sidecar.events import (
     WriteShard,
 )
 from ckpt_sidecar.throttle import Throttle
-from testkit.plans import PLAN_ID, bytes_item, save_key, tensor_item, write_order
+from testkit.plans import PLAN_ID, SESSION, bytes_item, save_key, tensor_item, write_order
+from testkit.tables import hello
 
 ITEMS: Plan = (tensor_item("w", (1000,)), bytes_item("step"))
 LENGTHS = (100,)
@@ -91,7 +92,7 @@ def runner(regions: Path, posted: Posted) -> Iterator[ActionRunner]:
 
 
 def prepare(slot: int = 0, items: Plan = ITEMS, plan_id: str = PLAN_ID, byte_capacity: int = 4096) -> PrepareRegion:
-    return PrepareRegion(0, slot, 1, plan_id, items, byte_capacity)
+    return PrepareRegion(0, slot, 1, plan_id, items, byte_capacity, hello(session=SESSION), save_key())
 
 
 def staged(runner: ActionRunner, posted: Posted, checkpoints: Path) -> WriteShard:
@@ -385,7 +386,7 @@ def test_files_that_cannot_be_removed_are_said_and_nothing_else_happens(
     def refuse(paths: list[Path]) -> None:
         raise OSError(errno.EROFS, "read-only")
 
-    monkeypatch.setattr("ckpt_sidecar.action_runner.remove_files", refuse)
+    monkeypatch.setattr("ckpt_sidecar.storage_work.remove_files", refuse)
     runner.run(RemoveShardFiles(0, save_key(), str(checkpoints)))
     runner.run(OpenDirectory(str(checkpoints)))
     assert posted.wait_for(1) == [DirectoryOpened(str(checkpoints), ())]

@@ -35,6 +35,7 @@ from ckpt_sidecar.events import (
     AtCoordinator,
     DirectoryOpened,
     DirectoryRefused,
+    ListShards,
     OpenDirectory,
     Publish,
     Published,
@@ -100,7 +101,7 @@ def test_the_first_hello_opens_the_directory_and_is_welcomed_with_its_steps() ->
     coordinator = Coordinator()
     assert coordinator.at(0, hello(0, 2)) == [OpenDirectory(DIRECTORY)]
     opened = coordinator.do(DirectoryOpened(DIRECTORY, (200, 100)))
-    assert opened == [ToRank(0, Welcome(SESSION, "", "node-a", "", (100, 200)))]
+    assert opened == [ToRank(0, Welcome(SESSION, "", "node-a", "", (100, 200), pid=1000))]
 
 
 def test_hellos_that_come_while_the_directory_is_opened_wait_for_it() -> None:
@@ -114,14 +115,14 @@ def test_hellos_that_come_while_the_directory_is_opened_wait_for_it() -> None:
 def test_a_later_rank_is_welcomed_at_once() -> None:
     coordinator = Coordinator()
     coordinator.says_hello(0, 2, (100,))
-    assert coordinator.at(1, hello(1, 2)) == [ToRank(1, Welcome(SESSION, "", "node-a", "", (100,)))]
+    assert coordinator.at(1, hello(1, 2)) == [ToRank(1, Welcome(SESSION, "", "node-a", "", (100,), pid=1001))]
 
 
 def test_a_directory_that_cannot_be_used_is_told_to_everybody_who_waits() -> None:
     coordinator = Coordinator()
     coordinator.at(0, hello(0, 2))
     coordinator.at(1, hello(1, 2))
-    refused = [ToRank(0, Refused(FAILURE)), ToRank(1, Refused(FAILURE))]
+    refused = [ToRank(rank, Refused(FAILURE, pid=1000 + rank)) for rank in range(2)]
     assert coordinator.do(DirectoryRefused(DIRECTORY, FAILURE)) == refused
     assert coordinator.at(0, hello(0, 2)) == [OpenDirectory(DIRECTORY)]
 
@@ -357,14 +358,26 @@ def test_the_opaque_mark_survives_the_planner_which_cannot_carry_it(two: Coordin
     assert [item.opaque for item in told(final, 1)[0].items] == [False]  # type: ignore[attr-defined]
 
 
-def test_doubled_proposals_and_plans_change_nothing(two: Coordinator) -> None:
+def test_doubled_proposals_and_plans_change_nothing_and_are_answered_as_before(two: Coordinator) -> None:
+    """A rank that was welcomed again proposes once more: its answer may have been lost with the connection."""
+    order = ToRank(0, MakeGlobalPlan(SAVE, (ITEMS, ITEMS)))
     two.at(0, propose(SAVE))
     assert two.at(0, propose(SAVE)) == []
-    two.at(1, propose(SAVE))
+    assert two.at(1, propose(SAVE)) == [order]
     assert two.at(1, propose(SAVE)) == []
-    assert two.at(0, GlobalPlan(SAVE, (ITEMS, ITEMS))) != []
+    assert two.at(0, propose(SAVE)) == [order]
+    final = two.at(0, GlobalPlan(SAVE, (ITEMS, ITEMS)))
+    assert final == [ToRank(rank, FinalPlan(SAVE, PLAN_ID, ITEMS)) for rank in (0, 1)]
     assert two.at(0, GlobalPlan(SAVE, (ITEMS, ITEMS))) == []
+    assert [two.at(rank, propose(SAVE)) for rank in (0, 1)] == [[final[0]], [final[1]]]
+    two.staged(SAVE, 0, 1)
     assert two.at(1, propose(SAVE)) == []
+
+
+def test_a_proposal_of_a_rank_that_has_staged_since_is_late_and_changes_nothing(two: Coordinator) -> None:
+    two.staged(SAVE, 1)
+    assert two.at(1, propose(SAVE)) == []
+    assert state_of(two) is CheckpointState.OPEN
 
 
 def test_only_rank_0_plans_and_only_when_it_was_asked(two: Coordinator) -> None:
@@ -726,7 +739,7 @@ def test_a_rank_that_does_not_stage_in_time_is_named_with_its_node() -> None:
     coordinator = Coordinator().joined(3)
     coordinator.staged(SAVE, 1)
     coordinator.now_s = STAGE_TIMEOUT_S
-    assert coordinator.do(Tick()) == []
+    assert coordinator.do(Tick()) == [ListShards(SAVE, DIRECTORY, 3, (0, 1, 2))]
     coordinator.now_s = STAGE_TIMEOUT_S + 1
     actions = coordinator.do(Tick())
     failures = aborts(actions)[1].failures
@@ -760,7 +773,7 @@ def test_staged_shards_may_take_long_to_become_durable_but_not_for_ever(two: Coo
     two.staged(SAVE, 0, 1)
     two.persisted(SAVE, 0)
     two.now_s = PERSIST_TIMEOUT_S
-    assert two.do(Tick()) == []
+    assert two.do(Tick()) == [ListShards(SAVE, DIRECTORY, 2, (1,))]
     two.now_s += 1
     failure = the_failure(two.do(Tick()))
     assert (failure.kind, failure.rank) == ("RankLate", 1)

@@ -28,9 +28,16 @@ def test_defaults() -> None:
         "shm_root": Path("/dev/shm"),
         "writers": 2,
         "max_write_bytes_per_s": None,
+        "storage_retry_s": 30.0,
+        "write_stall_s": 600.0,
         "nice": 10,
         "idle_exit_s": None,
         "supervisor_pid": None,
+        "sweep_orphans": True,
+        "reap_older_than_s": 3600.0,
+        "peer_key_file": None,
+        "peer_insecure": False,
+        "node_timeout_s": 60.0,
         "ready_fd": None,
     }
 
@@ -46,6 +53,11 @@ BAD = [
     ({"max_write_bytes_per_s": 0.0}, "--max-write-bytes-per-s 0.0 is not positive"),
     ({"max_write_bytes_per_s": -1.0}, "--max-write-bytes-per-s -1.0"),
     ({"max_write_bytes_per_s": float("nan")}, "--max-write-bytes-per-s nan"),
+    ({"storage_retry_s": -1.0}, "--storage-retry-s -1.0"),
+    ({"storage_retry_s": float("inf")}, "--storage-retry-s inf"),
+    ({"write_stall_s": 0.0}, "--write-stall-s 0.0 is not positive"),
+    ({"reap_older_than_s": -1.0}, "--reap-older-than-s -1.0"),
+    ({"node_timeout_s": 1.0}, "--node-timeout-s 1.0 is less than 3 s"),
     ({"nice": -1}, "--nice -1 is outside 0 .. 19"),
     ({"nice": 20}, "--nice 20"),
     ({"idle_exit_s": -1.0}, "--idle-exit-s -1.0"),
@@ -85,8 +97,23 @@ def test_the_runtime_directory_is_the_jobs_own(tmp_path: Path) -> None:
 
 
 def test_every_flag(tmp_path: Path) -> None:
-    words = f"--job-id j --shm-root {tmp_path} --writers 3 --max-write-bytes-per-s 1e9 --nice 0 --idle-exit-s 60"
-    assert parse(*words.split()) == SidecarConfig("j", tmp_path, 3, 1e9, 0, 60.0)
+    words = f"--job-id j --shm-root {tmp_path} --writers 3 --max-write-bytes-per-s 1e9 --nice 0 --idle-exit-s 60 "
+    words += "--storage-retry-s 5 --write-stall-s 50 --reap-older-than-s 7 --node-timeout-s 8 --peer-key-file /k "
+    words += "--peer-insecure"
+    assert parse(*words.split()) == SidecarConfig(
+        job_id="j",
+        shm_root=tmp_path,
+        writers=3,
+        max_write_bytes_per_s=1e9,
+        storage_retry_s=5.0,
+        write_stall_s=50.0,
+        nice=0,
+        idle_exit_s=60.0,
+        reap_older_than_s=7.0,
+        peer_key_file=Path("/k"),
+        peer_insecure=True,
+        node_timeout_s=8.0,
+    )
 
 
 def test_a_job_is_required() -> None:
@@ -102,10 +129,30 @@ def test_the_environment_fills_in_what_no_flag_says(tmp_path: Path, monkeypatch:
         "MAX_WRITE_BYTES_PER_S": "12.5",
         "NICE": "19",
         "IDLE_EXIT_S": "7",
+        "STORAGE_RETRY_S": "3",
+        "PEER_KEY_FILE": "/k",
+        "PEER_INSECURE": "1",
     }.items():
         monkeypatch.setenv(ENV_PREFIX + name, value)
-    assert parse() == SidecarConfig("from-env", tmp_path, 5, 12.5, 19, 7.0)
-    assert parse("--job-id", "flag", "--writers", "1") == SidecarConfig("flag", tmp_path, 1, 12.5, 19, 7.0)
+    expected = SidecarConfig(
+        "from-env",
+        tmp_path,
+        5,
+        12.5,
+        storage_retry_s=3.0,
+        nice=19,
+        idle_exit_s=7.0,
+        peer_key_file=Path("/k"),
+        peer_insecure=True,
+    )
+    assert parse() == expected
+    assert parse("--job-id", "flag", "--writers", "1") == dataclasses.replace(expected, job_id="flag", writers=1)
+
+
+@pytest.mark.parametrize(("value", "is_on"), [("", False), ("0", False), ("1", True)])
+def test_a_switch_in_the_environment(value: str, is_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENV_PREFIX + "PEER_INSECURE", value)
+    assert parse("--job-id", "j").peer_insecure is is_on
 
 
 @pytest.mark.parametrize("name", ["WRITERS", "NICE", "IDLE_EXIT_S", "MAX_WRITE_BYTES_PER_S"])
@@ -124,13 +171,8 @@ def test_the_help_names_the_environment_variables() -> None:
 
 
 def test_the_descriptor_for_ready_is_taken_where_it_was_parsed() -> None:
-    given = argparse.Namespace(
-        job_id="j",
-        shm_root=Path("/dev/shm"),
-        writers=1,
-        max_write_bytes_per_s=None,
-        nice=0,
-        idle_exit_s=None,
-        ready_fd=9,
-    )
+    parser = argparse.ArgumentParser()
+    add_run_options(parser)
+    given = parser.parse_args(["--job-id", "j"])
+    given.ready_fd = 9
     assert config_from(given).ready_fd == 9

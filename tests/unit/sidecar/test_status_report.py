@@ -19,9 +19,10 @@ from ckpt_sidecar.attempt import Attempt
 from ckpt_sidecar.checkpoint_table import CheckpointTable
 from ckpt_sidecar.config import SidecarConfig
 from ckpt_sidecar.events import AtCoordinator, DirectoryOpened
-from ckpt_sidecar.job_table import JobTable, ShardJob
+from ckpt_sidecar.job_table import JobTable
 from ckpt_sidecar.progress import Progress
 from ckpt_sidecar.rank_record import RankRecord, Slot
+from ckpt_sidecar.shard_job import ShardJob
 from ckpt_sidecar.status_report import SHOWN_FAILURES, SHOWN_LATE_RANKS, Identity, build_status
 from ckpt_sidecar.throttle import Throttle
 from testkit.plans import PLAN_ID, SESSION, save_key

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -81,6 +82,10 @@ def content(ready: RegionReady, offset: int, nbytes: int) -> bytes:
 
 def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+def maps() -> list[str]:
+    return Path("/proc/self/maps").read_text().splitlines(keepends=True)
 
 
 def mapped(path: str) -> bool:
@@ -207,6 +212,35 @@ def test_another_file_is_mapped_and_the_old_one_let_go_of(prepare: Prepare, atta
 
 
 # ---------------------------------------------------------------- what cannot be trusted
+
+
+def test_another_file_under_the_same_name_is_mapped(prepare: Prepare, attach: Attach) -> None:
+    """A restarted sidecar that could not use the region has made it anew: what is filled into the old one is lost."""
+    ready = prepare()
+    old = attach(ready)
+    kept = os.open(ready.path, os.O_RDONLY | os.O_CLOEXEC)  # as long as it lives nobody gets its inode number
+    try:
+        for path in (Path(ready.path), seal_path(Path(ready.path))):
+            path.unlink()
+        again = prepare(generation=2)
+        region = attach(again, ITEMS, old)
+        region.targets[0].fill_(2.0)
+        assert content(again, again.payload_offsets[0], 4) == struct.pack("<f", 2.0)
+        region.seal(b"whole")
+        seal = Seal(seal_path(Path(again.path)))
+        assert seal.read() == b"whole"
+        seal.close()
+        assert " (deleted)" not in "".join(line for line in maps() if ready.path in line)
+    finally:
+        os.close(kept)
+
+
+def test_a_file_that_has_gone_is_refused_also_if_it_was_mapped_before(prepare: Prepare, attach: Attach) -> None:
+    ready = prepare()
+    old = attach(ready)
+    Path(ready.path).unlink()
+    with pytest.raises(RegionError, match="cannot open region"):
+        attach(ready, ITEMS, old)
 
 
 def test_a_layout_of_another_plan_is_refused(prepare: Prepare, attach: Attach) -> None:

@@ -54,10 +54,12 @@ class Sidecar:
     clock: FakeClock
     asked: list[tuple[int, int]] = field(default_factory=list)
     given_up: CheckpointFailed | None = None
+    saves: int = 0
 
     def request(self, policy: str = "wait", step: int = 5, timeout_s: float = 60.0, plan: str = PLAN) -> RegionRequest:
+        seq = self.saves = self.saves + 1
         return RegionRequest(
-            plan, step, policy, timeout_s, self.check, lambda slot, capacity: self.asked.append((slot, capacity))
+            plan, step, policy, timeout_s, seq, self.check, lambda slot, capacity: self.asked.append((slot, capacity))
         )
 
     def check(self) -> None:
@@ -154,7 +156,7 @@ def test_what_was_discarded_is_free_again(one: Sidecar) -> None:
 def test_a_freed_slot_is_taken_with_the_region_it_has(one: Sidecar, trainer: ThreadPoolExecutor) -> None:
     [taken] = one.fill_all()
     future = waiting(one, trainer)
-    one.pool.on_freed(0, taken.generation)
+    one.pool.on_freed(0, taken.generation, 1)
     assert future.result(PATIENCE_S) == taken
 
 
@@ -168,18 +170,53 @@ def test_a_slot_that_is_prepared_anew_instead_of_freed_is_free(one: Sidecar, tra
 @pytest.mark.parametrize("generation", [0, 2, 7])
 def test_freed_of_another_generation_is_ignored(one: Sidecar, generation: int) -> None:
     one.fill_all()
-    one.pool.on_freed(0, generation)
+    one.pool.on_freed(0, generation, 1)
     assert one.pool.all_busy
 
 
 def test_freed_is_ignored_while_the_rank_fills_or_the_slot_is_free(one: Sidecar) -> None:
-    one.pool.on_freed(0, 1)
+    one.pool.on_freed(0, 1, 1)
     one.pool.on_ready(ready())
-    one.pool.on_freed(0, 1)
+    one.pool.on_freed(0, 1, 1)
     one.pool.acquire(one.request())
-    one.pool.on_freed(0, 1)
+    one.pool.on_freed(0, 1, 1)
     one.pool.seal(0)  # it was being filled all the time
     assert one.pool.all_busy
+
+
+def test_freed_of_an_earlier_save_does_not_free_what_was_sealed_since(one: Sidecar) -> None:
+    """A restarted sidecar may say again that it has let go of a slot, which its rank has filled once more meanwhile."""
+    one.fill_all()
+    one.pool.on_freed(0, 1, 1)
+    one.pool.acquire(one.request())
+    one.pool.seal(0)
+    one.pool.on_freed(0, 1, 1)
+    assert one.pool.all_busy
+    one.pool.on_freed(0, 1, 2)
+    assert not one.pool.all_busy
+
+
+def test_a_region_that_is_said_again_changes_nothing(one: Sidecar) -> None:
+    """Not who has it: a restarted sidecar says which regions it has found, and this rank may be at it."""
+    one.pool.on_ready(ready())
+    one.pool.acquire(one.request())
+    one.pool.on_ready(ready())
+    one.pool.seal(0)
+    one.pool.on_ready(ready())
+    assert one.pool.all_busy
+
+
+def test_a_slot_is_held_for_the_save_that_it_was_sealed_for(two: Sidecar) -> None:
+    assert not two.pool.holds(0, -1)  # never used
+    two.pool.on_ready(ready(0))
+    two.pool.acquire(two.request())
+    assert not two.pool.holds(0, 1)  # still being filled
+    two.pool.seal(0)
+    assert two.pool.holds(0, 1)
+    assert not two.pool.holds(0, 2)
+    assert not two.pool.holds(1, 1)
+    two.pool.on_freed(0, 1, 1)
+    assert not two.pool.holds(0, 1)
 
 
 def test_only_what_is_being_filled_is_sealed_or_discarded(one: Sidecar) -> None:
@@ -198,7 +235,7 @@ def test_messages_for_slots_of_an_earlier_client_are_ignored(one: Sidecar) -> No
     """The rank's client before this one may have had more."""
     one.pool.on_ready(ready(3))
     one.pool.on_refused(refused(3))
-    one.pool.on_freed(3, 1)
+    one.pool.on_freed(3, 1, 1)
     one.pool.on_ready(ready(0))
     assert one.pool.acquire(one.request()) == ready(0)
 
@@ -261,7 +298,7 @@ def test_skip_waits_for_a_slot_that_is_being_prepared(two: Sidecar, trainer: Thr
 
 def test_skip_takes_the_slot_that_is_free(two: Sidecar) -> None:
     two.fill_all()
-    two.pool.on_freed(1, 1)
+    two.pool.on_freed(1, 1, 2)
     assert two.pool.acquire(two.request("skip")) == ready(1)
 
 
@@ -306,7 +343,7 @@ def test_one_refused_slot_is_not_the_end_of_the_others(two: Sidecar, trainer: Th
     two.pool.seal(0)
     future = waiting(two, trainer)
     two.pool.on_refused(refused(1))
-    two.pool.on_freed(0, 1)
+    two.pool.on_freed(0, 1, 1)
     assert future.result(PATIENCE_S) == ready(0)
 
 
@@ -379,10 +416,9 @@ def test_a_slot_is_grown_while_it_stays_taken(one: Sidecar, trainer: ThreadPoolE
 
 def test_an_answer_that_comes_at_once_is_not_missed(one: Sidecar) -> None:
     taken = take(one)
-    request = RegionRequest(
-        PLAN, 5, "wait", 60.0, lambda: None, lambda slot, capacity: one.pool.on_ready(ready(generation=2))
-    )
-    assert one.pool.grow(taken, request, 9000) == ready(generation=2)
+    grown = ready(generation=2, capacity=9000)
+    request = RegionRequest(PLAN, 5, "wait", 60.0, 1, lambda: None, lambda slot, capacity: one.pool.on_ready(grown))
+    assert one.pool.grow(taken, request, 9000) == grown
 
 
 def test_a_slot_that_cannot_be_grown_says_why(one: Sidecar, trainer: ThreadPoolExecutor) -> None:
@@ -401,6 +437,22 @@ def test_growing_is_bounded(one: Sidecar) -> None:
     assert one.clock.now_s == PREPARE_TIMEOUT_S
 
 
+def test_a_restarted_sidecar_is_asked_to_grow_once_more(one: Sidecar, trainer: ThreadPoolExecutor) -> None:
+    """The request may have died with the sidecar that it was sent to."""
+    taken = take(one)
+    future = waiting(one, trainer, lambda: one.pool.grow(taken, one.request(), 9000))
+    one.pool.resume()
+    assert one.told.waits.acquire(timeout=PATIENCE_S)
+    asked = list(one.asked)
+    assert len(asked) > 1
+    assert set(asked) == {(0, 9000)}
+    one.pool.wake()  # nothing was restarted
+    assert one.told.waits.acquire(timeout=PATIENCE_S)
+    assert one.asked == asked
+    one.pool.on_ready(ready(generation=2, capacity=9000))
+    assert future.result(PATIENCE_S).generation == 2
+
+
 # ---------------------------------------------------------------- what ends a wait early
 
 
@@ -413,7 +465,7 @@ def test_a_broken_link_ends_every_wait(one: Sidecar, trainer: ThreadPoolExecutor
     with pytest.raises(RegionError, match="the link is broken"):
         one.pool.acquire(one.request())
     one.pool.interrupt("")
-    one.pool.on_freed(0, 1)
+    one.pool.on_freed(0, 1, 1)
     assert one.pool.acquire(one.request()) == ready()
 
 
@@ -463,7 +515,7 @@ def test_after_a_reset_no_region_is_known(two: Sidecar, trainer: ThreadPoolExecu
     two.pool.reset()
     assert not two.pool.all_busy
     future = waiting(two, trainer)
-    two.pool.on_freed(0, 1)  # of the old life
+    two.pool.on_freed(0, 1, 1)  # of the old life
     two.pool.on_ready(ready(1))
     assert future.result(PATIENCE_S) == ready(1)
 

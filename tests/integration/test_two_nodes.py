@@ -1,0 +1,146 @@
+"""Two nodes with two ranks each: network namespaces with their own sidecars and shared memory, one storage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from ckpt_sidecar.peer_keys import write_new_keys
+from testkit.cluster import Cluster, cluster, together
+
+NODE_TIMEOUT_S = 5.0
+
+
+@pytest.fixture
+def two_nodes(tmp_path: Path) -> Iterator[Cluster]:
+    with cluster(2, tmp_path, write_new_keys, "--node-timeout-s", str(NODE_TIMEOUT_S)) as made:
+        yield made
+
+
+def loaded(directory: Path, step: int, world_size: int = 4, elements: int = 1000) -> dict[str, torch.Tensor]:
+    """The step as stock DCP reads it."""
+    state = {f"weight.{rank}": torch.zeros(elements) for rank in range(world_size)}
+    dcp.load(state, checkpoint_id=str(directory / f"step-{step}"))
+    return state
+
+
+def assert_holds(directory: Path, step: int, world_size: int = 4) -> None:
+    """Every rank's part of the checkpoint is of that step."""
+    for rank in range(world_size):
+        assert torch.equal(
+            loaded(directory, step, world_size)[f"weight.{rank}"], torch.full((1000,), 1000.0 * rank + step)
+        )
+
+
+def test_four_ranks_on_two_nodes_save_and_stock_dcp_loads(two_nodes: Cluster) -> None:
+    two_nodes.start_ranks(2, NODE_RANK="0")  # wrong on one of them: nobody may look at it
+    for step in (1, 2, 3):
+        assert two_nodes.all(do="save", step=step) == [{"staged": True}] * 4
+        where = str(two_nodes.directory / f"step-{step}")
+        assert two_nodes.all(do="result", step=step) == [{"committed": where}] * 4
+        assert_holds(two_nodes.directory, step)
+    assert two_nodes.all(do="latest") == [{"latest": 3}] * 4
+    assert two_nodes.all(do="close") == [{"closed": True}] * 4
+
+
+def test_a_node_that_is_cut_off_fails_the_save_by_name_and_the_next_one_commits(two_nodes: Cluster) -> None:
+    two_nodes.start_ranks(2)
+    two_nodes.all(do="save", step=1)
+    assert all("committed" in answer for answer in two_nodes.all(do="result", step=1))
+    here, there = two_nodes.nodes
+    two_nodes.net.cut(1)
+    assert together(here.ranks, do="save", step=2) == [{"staged": True}] * 2
+    for answer in together(here.ranks, do="result", step=2):
+        assert "node node-b has not been heard of for" in answer["failed"]
+        assert answer["ranks"] == [2, 3]
+    assert together(there.ranks, do="save", step=2) == [{"staged": True}] * 2
+    two_nodes.net.heal(1)
+    for answer in together(there.ranks, do="result", step=2):
+        assert "node node-b has not been heard of for" in answer["failed"]
+    assert two_nodes.all(do="save", step=3) == [{"staged": True}] * 4
+    assert all("committed" in answer for answer in two_nodes.all(do="result", step=3))
+    assert_holds(two_nodes.directory, 3)
+    assert not (two_nodes.directory / "step-2").exists()
+    two_nodes.all(do="close")
+
+
+@pytest.mark.faults
+def test_what_a_node_wrote_before_it_was_cut_off_counts(two_nodes: Cluster) -> None:
+    """Storage is the ledger: messages are only quicker."""
+    two_nodes.start_ranks(2)
+    two_nodes.all(do="save", step=1)
+    two_nodes.all(do="result", step=1)
+    two_nodes.net.cut(1)
+    assert two_nodes.all(do="save", step=2) == [{"staged": True}] * 4
+    assert all("committed" in answer for answer in together(two_nodes.nodes[0].ranks, do="result", step=2))
+    two_nodes.net.heal(1)
+    assert all("committed" in answer for answer in together(two_nodes.nodes[1].ranks, do="result", step=2))
+    assert_holds(two_nodes.directory, 2)
+    two_nodes.all(do="close")
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("victim", [0, 1], ids=["the coordinator", "another node's"])
+def test_a_killed_sidecar_loses_nothing(two_nodes: Cluster, victim: int) -> None:
+    two_nodes.start_ranks(2)
+    two_nodes.all(do="save", step=1)
+    two_nodes.all(do="result", step=1)
+    assert two_nodes.all(do="save", step=2) == [{"staged": True}] * 4
+    two_nodes.nodes[victim].kill_sidecar()
+    assert two_nodes.all(do="save", step=3) == [{"staged": True}] * 4
+    two_nodes.nodes[victim].start_sidecar("--node-timeout-s", str(NODE_TIMEOUT_S))
+    for step in (2, 3):
+        assert all("committed" in answer for answer in two_nodes.all(do="result", step=step))
+        assert_holds(two_nodes.directory, step)
+    two_nodes.all(do="close")
+
+
+@pytest.mark.faults
+def test_a_restarted_job_resumes_from_what_the_dead_one_had_staged(two_nodes: Cluster) -> None:
+    two_nodes.start_ranks(2)
+    two_nodes.all(do="save", step=1)
+    two_nodes.all(do="result", step=1)
+    assert two_nodes.all(do="save", step=2) == [{"staged": True}] * 4
+    for rank in two_nodes.ranks:
+        rank.kill()
+    two_nodes.start_ranks(2, TORCHELASTIC_RESTART_COUNT="1")
+    assert two_nodes.all(do="latest") == [{"latest": 2}] * 4
+    assert_holds(two_nodes.directory, 2)
+    two_nodes.all(do="save", step=3)
+    assert all("committed" in answer for answer in two_nodes.all(do="result", step=3))
+    two_nodes.all(do="close")
+
+
+@pytest.mark.faults
+def test_a_job_that_is_restarted_with_a_smaller_world_goes_on(two_nodes: Cluster) -> None:
+    two_nodes.start_ranks(2)
+    assert two_nodes.all(do="save", step=1) == [{"staged": True}] * 4
+    for rank in two_nodes.ranks:
+        rank.kill()
+    two_nodes.start_ranks(2, two_nodes.nodes[:1], TORCHELASTIC_RESTART_COUNT="1")
+    assert two_nodes.all(do="latest") == [{"latest": 1}] * 2
+    assert_holds(two_nodes.directory, 1)
+    two_nodes.all(do="save", step=2)
+    assert all("committed" in answer for answer in two_nodes.all(do="result", step=2))
+    assert_holds(two_nodes.directory, 2, world_size=2)
+    two_nodes.all(do="close")
+
+
+@pytest.mark.faults
+def test_a_node_that_joins_late_is_waited_for(two_nodes: Cluster) -> None:
+    here, there = two_nodes.nodes
+    two_nodes.launch(here, 2, 4)
+    for rank in here.ranks:
+        assert "welcomed" in rank.hear()
+        rank.tell(do="save", step=1)  # its planning needs all ranks
+    two_nodes.launch(there, 2, 4)
+    for rank in there.ranks:
+        assert "welcomed" in rank.hear()
+        rank.tell(do="save", step=1)
+    assert [rank.hear() for rank in two_nodes.ranks] == [{"staged": True}] * 4
+    assert all("committed" in answer for answer in two_nodes.all(do="result", step=1))
+    two_nodes.all(do="close")

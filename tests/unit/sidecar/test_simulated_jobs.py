@@ -1,0 +1,71 @@
+"""Whole jobs, simulated: sidecars, ranks, nodes and storage that fail in orders drawn from seeds.
+
+A failing schedule prints its story; ``play(seed)`` plays it again, ``shorten`` drops what it does not need.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import pytest
+
+from testkit.simulator.schedules import Schedule, draw_schedule, fails, play, play_schedule, shorten
+
+SCHEDULES = 10_000
+BATCH = 1_000
+MANY = 1_000_000
+
+
+def play_all(first: int, count: int) -> int:
+    """Play the schedules of some seeds; returns how many saves were committed in them."""
+    return sum(len(play(seed).world.promises.published) for seed in range(first, first + count))
+
+
+@pytest.mark.parametrize("first", range(0, SCHEDULES, BATCH))
+def test_schedules_drawn_from_seeds(first: int) -> None:
+    committed = play_all(first, BATCH)
+    print(f"{BATCH} schedules, {committed} commits")
+    assert committed > BATCH // 4, "the schedules have become too hostile to tell anything"
+
+
+@pytest.mark.faults
+def test_a_million_schedules() -> None:
+    """Some fifty minutes of one core, on all of them."""
+    batches = range(SCHEDULES, MANY, BATCH)
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork")) as pool:
+        committed = sum(pool.map(play_all, batches, [BATCH] * len(batches)))
+    print(f"{len(batches) * BATCH} schedules, {committed} commits")
+
+
+def test_a_schedule_is_played_alike_every_time() -> None:
+    stories = [play(3, is_traced=True).world.story for _ in range(2)]
+    assert stories[0] == stories[1]
+
+
+def test_an_undisturbed_job_commits_every_save() -> None:
+    moves = (("save", {"kind": 99}),) * 3
+    player = play_schedule(Schedule(2, 3, has_hooks=False, moves=moves))
+    player.save(99)
+    player.world.rest()
+    assert [save.seq for save in player.world.promises.published] == [0]
+
+
+def test_a_staged_save_survives_sidecars_and_ranks_that_are_killed_at_once() -> None:
+    moves = (("save", {"kind": 99}), ("rest", {}), ("save", {"kind": 99}), ("until_staged", {}), ("rare", KILL_ALL))
+    published = play_schedule(Schedule(2, 3, has_hooks=False, moves=moves)).world.promises.published
+    assert [save.seq for save in published] == [0, 1]
+
+
+KILL_ALL = {"kind": 3, "rank": 0, "node": 0, "lost": 0}
+
+
+def test_a_broken_promise_is_told_with_its_story_and_made_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("testkit.simulator.shared_memory.SharedMemory.break_seal", lambda *place: None)
+    seed = next(seed for seed in range(100) if fails(draw_schedule(seed)))
+    with pytest.raises(AssertionError, match=rf"seed {seed}\n.*\n(.*\n)*broke a promise: Broken"):
+        play(seed)
+    short = shorten(draw_schedule(seed))
+    assert "sealed" in fails(short) or "written" in fails(short)
+    assert len(short.moves) <= 3
