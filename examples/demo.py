@@ -1,10 +1,10 @@
-"""The whole promise in about a minute: train, save, stop, resume, and read the result without us.
+"""The whole promise in two minutes: train, save, be killed, resume, and read the result without us.
 
     python examples/demo.py            # what `make demo` runs
 
-Trains the example GPT twice on two ranks: once in one go, once stopped half way and started again.
-Prints what each save cost beside the floor of this machine, one PASS or FAIL line per claim, and exits
-with 1 if a claim failed.
+Trains the example GPT on two ranks: once in one go; once with torchrun and all ranks killed 50 ms after a
+save was staged, and started again; once with the sidecar killed while it writes. Prints what each save cost
+beside the floor of this machine, one PASS or FAIL line per claim, and exits with 1 if a claim failed.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +27,15 @@ from typing import Any
 from floors import Floors, measure_floors
 from leftovers import processes_of, shared_memory_of, until_empty
 from tables import markdown_table
+from violence import has_staged, kill_processes, wait_for
 
 EXAMPLES = Path(__file__).resolve().parent
-STEPS, SAVE_EVERY, STOP_AFTER = 30, 5, 17
+STEPS, SAVE_EVERY = 30, 5
+KILL_AT, KILL_AFTER_S = 15, 0.05
+"""torchrun and its ranks are killed so long after this step was staged."""
+SIDECAR_KILL_AT = 10
+SLOW_BYTES_PER_S = 30e6
+"""Bandwidth cap of the run whose sidecar is killed, so that the kill meets it in mid-write."""
 MODEL = ("--layers", "4", "--width", "512", "--batch-size", "1")
 RANKS = 2
 MARK = "CKPT_DEMO_RUN"
@@ -60,6 +66,7 @@ class Run:
     losses: dict[int, float]
     saves: list[dict[str, Any]]
     digests: dict[str, dict[str, str]]
+    exit_code: int = 0
 
 
 class Trainer:
@@ -68,24 +75,50 @@ class Trainer:
     def __init__(self, work: Path) -> None:
         self._work = work
         self.name = f"demo-{uuid.uuid4().hex[:8]}"
+        self.committed_after_s = math.inf
 
-    def run(self, life: str, directory: str, *flags: str) -> Run:
-        """Train until the end or `--stop-after`, in `directory`; a run resumes what lies there."""
+    def run(
+        self, life: str, directory: str, *, attack: Callable[[Path], None] | None = None, options: tuple[str, ...] = ()
+    ) -> Run:
+        """Train until the end in `directory`; a run resumes what lies there. `attack` gets the log to watch."""
         checkpoints, log = self._work / directory, self._work / f"{life}.jsonl"
         digests = self._work / f"{life}.digests.json"
         script = [str(EXAMPLES / "train_gpt.py"), "--directory", str(checkpoints), *MODEL]
         script += ["--steps", str(STEPS), "--save-every", str(SAVE_EVERY)]
-        script += ["--loss-log", str(log), "--digests", str(digests), *flags]
+        script += ["--loss-log", str(log), "--digests", str(digests)]
         torchrun = ["--standalone", "--nproc-per-node", str(RANKS), *script]
-        arguments = ["--job-id", f"{self.name}-{directory}", "--", *torchrun]
+        arguments = ["--job-id", f"{self.name}-{directory}", *options, "--", *torchrun]
         print(f"\n== {life} run: ckpt-torchrun {shlex.join(arguments)}", flush=True)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", MARK: self.name}
         command = [sys.executable, "-m", "ckpt_sidecar.launcher", *arguments]
-        subprocess.run(command, check=True, env=environment, timeout=RUN_TIMEOUT_S)
+        with subprocess.Popen(command, env=environment) as process:
+            if attack is not None:
+                attack(log)
+            code = process.wait(RUN_TIMEOUT_S)
+        if code != 0 and attack is None:
+            raise RuntimeError(f"the {life} run ended with exit code {code}")
         records = [json.loads(line) for line in log.read_text().splitlines()]
         losses = {record["step"]: record["loss"] for record in records if "step" in record}
         saves = [record for record in records if "saved_step" in record]
-        return Run(life, checkpoints, losses, saves, json.loads(digests.read_text()))
+        written = json.loads(digests.read_text()) if digests.exists() else {}
+        return Run(life, checkpoints, losses, saves, written, code)
+
+    def kill_the_trainer(self, log: Path) -> None:
+        """Wrapper, torchrun and every rank, as soon as a save is staged; only the sidecar is left."""
+        wait_for(f"step {KILL_AT} staged", lambda: has_staged(log, KILL_AT), RUN_TIMEOUT_S)
+        time.sleep(KILL_AFTER_S)
+        pids = kill_processes(f"{MARK}={self.name}", "train_gpt.py --directory")
+        killed_s = time.monotonic()
+        print(f"== kill -9 of ckpt-torchrun, torchrun and the ranks: {pids}", flush=True)
+        published = self._work / "interrupted" / f"step-{KILL_AT}" / ".metadata"
+        wait_for(f"step {KILL_AT} committed", published.exists, EXIT_TIMEOUT_S)
+        self.committed_after_s = time.monotonic() - killed_s
+
+    def kill_the_sidecar(self, log: Path) -> None:
+        """The sidecar, while it writes."""
+        wait_for(f"step {SIDECAR_KILL_AT} staged", lambda: has_staged(log, SIDECAR_KILL_AT), RUN_TIMEOUT_S)
+        pids = kill_processes(f"{MARK}={self.name}", "ckpt_sidecar run")
+        print(f"== kill -9 of the sidecar: {pids}", flush=True)
 
 
 def check_commits(*runs: Run) -> Claim:
@@ -98,10 +131,26 @@ def check_commits(*runs: Run) -> Claim:
 def check_resume(reference: Run, resumed: Run) -> Claim:
     resumed_at = min(resumed.losses) - 1
     tail = {step: loss for step, loss in reference.losses.items() if step > resumed_at}
-    holds = resumed_at == STOP_AFTER // SAVE_EVERY * SAVE_EVERY and resumed.losses == tail
+    holds = resumed_at == KILL_AT and resumed.losses == tail
     equal = sum(resumed.losses.get(step) == loss for step, loss in tail.items())
     detail = f"resumed at step {resumed_at}, {equal} of {len(tail)} losses equal bit for bit"
     return Claim("the resumed run draws the curve of the uninterrupted one", holds, detail)
+
+
+def check_killed(killed: Run, committed_after_s: float) -> Claim:
+    """The checkpoint that was only staged when everything but the sidecar was killed."""
+    text = f"kill -9 of torchrun and all ranks {KILL_AFTER_S * 1e3:.0f} ms after `staged`: the step is committed"
+    holds = killed.exit_code != 0 and committed_after_s < math.inf and KILL_AT in killed.losses
+    return Claim(text, holds, f"step {KILL_AT}, {committed_after_s:.2f} s after the kill")
+
+
+def check_sidecar_killed(reference: Run, survivor: Run) -> Claim:
+    """No step of the training and no save may have been lost with the sidecar."""
+    text = "kill -9 of the sidecar in mid-write: every handle resolves committed, training loses no step"
+    committed = [save for save in survivor.saves if save["committed_at_s"] is not None]
+    holds = survivor.losses == reference.losses and len(committed) == STEPS // SAVE_EVERY and survivor.exit_code == 0
+    detail = f"{len(committed)} of {STEPS // SAVE_EVERY} saves committed, {len(survivor.losses)} of {STEPS} steps"
+    return Claim(text, holds, detail)
 
 
 def check_stock_load(run: Run) -> Claim:
@@ -156,14 +205,19 @@ def print_costs(runs: list[Run], floors: Floors) -> None:
 def demonstrate(work: Path) -> list[Claim]:
     trainer = Trainer(work)
     reference = trainer.run("uninterrupted", "uninterrupted")
-    stopped = trainer.run("stopped", "interrupted", "--stop-after", str(STOP_AFTER))
+    killed = trainer.run("killed", "interrupted", attack=trainer.kill_the_trainer)
+    committed_in_time = check_killed(killed, trainer.committed_after_s)
     resumed = trainer.run("resumed", "interrupted")
+    slow = ("--max-write-bytes-per-s", str(SLOW_BYTES_PER_S))
+    survivor = trainer.run("sidecar killed", "survivor", attack=trainer.kill_the_sidecar, options=slow)
     nbytes = rank_nbytes(resumed.checkpoints / f"step-{STEPS}")
     print(f"\n== what {sum(nbytes) / 1e6:.0f} MB per save cost, written by {RANKS} ranks while both cores train")
-    print_costs([reference, stopped, resumed], measure_floors(nbytes, work))
+    print_costs([reference, resumed], measure_floors(nbytes, work))
     return [
-        check_commits(reference, stopped, resumed),
+        check_commits(reference, resumed, survivor),
+        committed_in_time,
         check_resume(reference, resumed),
+        check_sidecar_killed(reference, survivor),
         check_stock_load(resumed),
         check_processes(trainer.name),
         check_shared_memory(trainer.name),

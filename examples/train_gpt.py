@@ -89,6 +89,7 @@ def train(args: argparse.Namespace) -> None:
             if args.save_every and training.step % args.save_every == 0:
                 state = training.state_dict()
                 saves.append(client.save(state, step=training.step))
+                log.staged(training.step)
                 log.state(training.step, state)
         client.wait()
         log.saves(saves)
@@ -130,6 +131,10 @@ class RunLog:
         if self._rank_0 and step % 10 == 0:
             print(f"step {step:5d}  loss {loss:.4f}", flush=True)
 
+    def staged(self, step: int) -> None:
+        """From here on the save survives the death of this process."""
+        self._write({"staged_step": step})
+
     def state(self, step: int, state: dict[str, Any]) -> None:
         """Digests of the state just saved: only asked for by the demo, which compares them."""
         if self._digests_path:
@@ -145,6 +150,9 @@ class RunLog:
         if self._rank_0 and records:
             rows = [[str(cell) for cell in record.values()] for record in records]
             print(markdown_table(list(records[0]), rows), flush=True)
+        self._write_digests()
+
+    def _write_digests(self) -> None:
         if self._rank_0 and self._digests_path:
             self._digests_path.write_text(json.dumps(self._digests))
 
