@@ -20,7 +20,8 @@ from ckpt_proto.messages import (
     ShardStaged,
 )
 from ckpt_sidecar.attempt import DECIDE_TIMEOUT_S, LIST_ADOPTED_S, RETURN_S
-from ckpt_sidecar.checkpoint_table import PLAN_LOST_S, PUBLISH_AGAIN_S
+from ckpt_sidecar.attempt_table import PUBLISH_AGAIN_S
+from ckpt_sidecar.attempt_watch import PLAN_LOST_S
 from ckpt_sidecar.events import (
     Action,
     DirectoryOpened,
