@@ -151,6 +151,8 @@ class JobTable:
                 return self._grow(record, message)
             case FinalPlan():
                 return self._take_plan(record, message)
+            case ProposePlan(save=save) if save.session == record.session:
+                record.begins(save.seq)
         if isinstance(message, (ReportFailure, ReportSkip)) and (rank, message.save) in self.jobs:
             return []  # what is sealed is no longer the client's to give up
         return [ToCoordinator(rank, message)] if isinstance(message, FOR_COORDINATOR) else []

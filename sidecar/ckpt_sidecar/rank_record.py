@@ -95,6 +95,13 @@ class RankRecord:
         """Whether ``message`` answers the Hello of an earlier client of the rank."""
         return isinstance(message, (Welcome, Refused)) and message.pid not in (0, self.hello.pid)
 
+    def begins(self, seq: int) -> None:
+        """The client is at a save: a coordinator that is new is to know that it has a part in it."""
+        hello = self.hello
+        if seq >= hello.next_seq:
+            in_flight = {*hello.in_flight, *range(hello.next_seq, seq + 1)}
+            self.hello = replace(hello, next_seq=seq + 1, in_flight=tuple(sorted(in_flight)))
+
     def hears_the_end(self, seq: int) -> None:
         """The client is told how a save has ended: a coordinator that is new is to know that from its Hello."""
         hello = self.hello
