@@ -341,12 +341,14 @@ class Committed(Message):
 
 @dataclass(frozen=True)
 class Aborted(Message):
-    """Coordinator -> every rank: the attempt is given up. ``replan``: forget the cached plan, every rank plans anew."""
+    """Coordinator -> every rank: the attempt is given up. ``replan``: forget the cached plan, every rank plans anew.
+    ``files_stay``: storage does not answer, and the attempt may still appear; then it is whole."""
 
     save: SaveKey
     failures: tuple[FailureReport, ...]
     skipped: bool = False
     replan: bool = False
+    files_stay: bool = False
 
 
 @dataclass(frozen=True)

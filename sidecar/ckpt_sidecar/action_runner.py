@@ -42,6 +42,7 @@ from ckpt_sidecar.events import (
     ShardDurable,
     ShardStalled,
     ShardStarted,
+    Withdraw,
     WriteShard,
 )
 from ckpt_sidecar.leftovers import break_seal
@@ -119,7 +120,7 @@ class ActionRunner:
                 self._cancel(rank, save)
             case BreakSeal(rank=rank, slot=slot):
                 break_seal(self._runtime_dir, rank, slot)
-            case RemoveShardFiles() | FindShard() | ListShards() | OpenDirectory() | Publish():
+            case RemoveShardFiles() | FindShard() | ListShards() | OpenDirectory() | Publish() | Withdraw():
                 self._submit(self._commit, self._storage.run, action)
             case _:
                 raise AssertionError(f"nobody runs {action}")

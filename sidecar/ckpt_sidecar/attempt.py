@@ -33,12 +33,14 @@ RETURN_S: Final = 30.0
 @dataclass
 class Attempt:
     """An attempt. ``asked_s`` is when rank 0 was asked to commit; ``approved`` is by whom the commit was
-    ordered; ``publishing`` while a worker publishes.
+    ordered; ``publishing_s`` since when a worker publishes it.
 
     ``adopted``: its session is older than this coordinator, so that ranks may have persisted, or failed, without our
     knowledge. ``news_s`` is when a rank said something new, ``listed_s`` when storage was last looked at for shards,
     ``is_listing`` while that goes on, ``silence_listed`` if it was done because a node is silent.
     ``publish_failed_s`` when publishing failed first.
+    ``withdrawing_s`` since when it is being made incomplete on storage, before ``failures`` are told; ``files_stay`` if
+    it was given up although it may still appear.
     ``keys`` holds the key under which each rank called ``save()``: they differ only if the ranks disagree on the step.
     ``replan``: an aborted attempt whose ranks must forget their plan.
     ``doomed``: it was taken up, and ``failures`` abort it unless storage says that it is published.
@@ -63,7 +65,7 @@ class Attempt:
     doomed: bool = False
     asked_s: float | None = None
     approved: str = ""
-    publishing: bool = False
+    publishing_s: float | None = None
     ended_s: float | None = None
     adopted: bool = False
     news_s: float = 0.0
@@ -71,6 +73,8 @@ class Attempt:
     is_listing: bool = False
     silence_listed: bool = False
     publish_failed_s: float | None = None
+    withdrawing_s: float | None = None
+    files_stay: bool = False
     story: list[str] = field(default_factory=list)
 
     def walk(self, event: CheckpointEvent) -> None:
@@ -83,6 +87,11 @@ class Attempt:
         if len(self.story) >= MAX_STORY:
             del self.story[MAX_STORY // 2]
         self.story.append(f"+{now_s - self.opened_s:.3f}s {line}")
+
+    @property
+    def publishing(self) -> bool:
+        """Whether a worker publishes it."""
+        return self.publishing_s is not None
 
     @property
     def is_open(self) -> bool:
@@ -112,11 +121,13 @@ class Attempt:
 
     def aborted_for(self, rank: int) -> Aborted:
         """What a rank is told about this aborted attempt, under the key that it used itself."""
-        return Aborted(self.keys.get(rank, self.save), self.failures, self.skipped, self.replan)
+        return Aborted(self.keys.get(rank, self.save), self.failures, self.skipped, self.replan, self.files_stay)
 
     def must_be_listed(self, now_s: float) -> bool:
         """Whether to look on storage for shards whose ranks have said nothing: storage is the ledger, messages are only
         quicker."""
+        if self.withdrawing_s is not None:
+            return False
         if not self.doomed and (self.state is not CheckpointState.OPEN or not self.unpersisted_ranks):
             return False
         patience_s = LIST_ADOPTED_S if self.adopted else LIST_SILENT_S

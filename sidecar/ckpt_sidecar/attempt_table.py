@@ -1,12 +1,10 @@
 """The coordinator's attempts, from the first that is heard of one to its commit or abort. Pure.
 
-Who takes part is ``membership``'s business, what time and storage say ``attempt_watch``'s.
+Who takes part is ``membership``'s business, what time and storage say ``attempt_watch``'s, how attempts end
+``attempt_end``'s.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Final
 
 from ckpt_proto.checkpoint_layout import checkpoint_id
 from ckpt_proto.errors import FailureReport
@@ -27,12 +25,10 @@ from ckpt_proto.messages import (
 )
 from ckpt_sidecar.attempt import Attempt
 from ckpt_sidecar.attempt_book import AttemptBook
+from ckpt_sidecar.attempt_end import AttemptEnd
 from ckpt_sidecar.counters import Counters
 from ckpt_sidecar.events import (
     Action,
-    ListShards,
-    Publish,
-    PublishFailed,
     ToRank,
 )
 from ckpt_sidecar.membership import Departure, Membership, Terms
@@ -45,22 +41,19 @@ from ckpt_sidecar.plan_book import (
     structures_differ,
 )
 
-PUBLISH_AGAIN_S: Final = 2.0
-"""Wait before publishing is tried again after an error that may pass."""
-
 
 class AttemptTable:
     """What the coordinator decides of each attempt; the checkpoint table calls it.
 
-    ``members`` is the checkpoint table's own; ``retry_s``: how long publishing that fails is tried again.
+    ``members`` is the checkpoint table's own; ``retry_s`` and ``stall_s`` are as ``AttemptEnd`` takes them.
     """
 
-    def __init__(self, members: Membership, retry_s: float) -> None:
+    def __init__(self, members: Membership, retry_s: float, stall_s: float) -> None:
         self._members = members
-        self._retry_s = retry_s
         self._plans = PlanBook()
         self.book = AttemptBook()
         self.counters = Counters()
+        self.end = AttemptEnd(members, self.book, self._plans, self.counters, retry_s, stall_s)
 
     def about(self, save: SaveKey, rank: int, message: Message, now_s: float) -> list[Action]:
         """A message of a rank, or about it, that is about an attempt."""
@@ -78,7 +71,7 @@ class AttemptTable:
         if attempt.approved or attempt.doomed:
             return []
         failures = self._impossible(attempt, rank, message)
-        return self.abort(attempt, failures, now_s) if failures else self._progress(attempt, rank, message, now_s)
+        return self.end.abort(attempt, failures, now_s) if failures else self._progress(attempt, rank, message, now_s)
 
     def _progress(self, attempt: Attempt, rank: int, message: Message, now_s: float) -> list[Action]:
         match message:
@@ -92,9 +85,11 @@ class AttemptTable:
                 return self.persisted(attempt, rank, now_s)
             case ReportSkip(reason=reason):
                 attempt.skipped = True
-                return self.abort(attempt, [self.at(attempt.save, rank, FailureReport("SaveSkipped", reason))], now_s)
+                return self.end.abort(
+                    attempt, [self.at(attempt.save, rank, FailureReport("SaveSkipped", reason))], now_s
+                )
             case ReportFailure(failure=failure):
-                return self.abort(attempt, [self.at(attempt.save, rank, failure)], now_s)
+                return self.end.abort(attempt, [self.at(attempt.save, rank, failure)], now_s)
             case DecideCommit() if rank == 0:
                 return self._decided(attempt, message, now_s)
         return []
@@ -112,11 +107,11 @@ class AttemptTable:
         for attempt in self.book.open_of(departure.token):
             attempt.tell(now_s, f"rank {rank} left{': ' + reason if reason else ''}")
             if rank not in attempt.staged and attempt.adopted:
-                actions += self.look(attempt, now_s)  # what it had staged before we lived may be durable
+                actions += self.end.look(attempt, now_s)  # what it had staged before we lived may be durable
             elif rank not in attempt.staged:
-                actions += self.abort(attempt, [self.lost(attempt.save, rank, reason)], now_s)
+                actions += self.end.abort(attempt, [self.lost(attempt.save, rank, reason)], now_s)
             elif rank == 0 and attempt.asked_s is not None and not attempt.approved and not attempt.doomed:
-                actions += self.publish(attempt, now_s, "rank 0 is gone")
+                actions += self.end.publish(attempt, now_s, "rank 0 is gone")
         return actions
 
     def ask_again(self, token: str) -> list[Action]:
@@ -139,13 +134,6 @@ class AttemptTable:
     def _ended(self, save: SaveKey, rank: int) -> FailureReport:
         text = f"session {save.session} of rank {rank} is over: another rank of it was restarted"
         return self.at(save, rank, FailureReport("SessionEnded", text, "restart every rank, as torchelastic does"))
-
-    def earlier_life_is_busy(self) -> bool:
-        """Whether an attempt of another session than that of now can still end in a commit."""
-        return self.book.earlier_life_is_busy(self._members.session.token if self._members.session else "")
-
-    def _answer_if_settled(self) -> list[Action]:
-        return [] if self.earlier_life_is_busy() else self._members.answer()
 
     # ------------------------------------------------------------ attempts
 
@@ -180,40 +168,13 @@ class AttemptTable:
         gone = [other for other in session.departed if other not in attempt.staged]
         return [self.lost(attempt.save, other, session.departed[other]) for other in gone]
 
-    def abort(
-        self, attempt: Attempt, failures: Sequence[FailureReport], now_s: float, *, replan: bool = False
-    ) -> list[Action]:
-        """Give an attempt up.
-
-        One that was taken up is looked for on storage first: the coordinator that was killed may have published it and
-        told nobody. Not while a plan for it is proposed: then a rank has not staged it.
-        """
-        if attempt.doomed:
-            return []
-        attempt.failures, attempt.replan = tuple(failures), replan
-        if attempt.adopted and not attempt.proposals:
-            attempt.doomed = True
-            return self.look(attempt, now_s)
-        return self.end_aborted(attempt, now_s)
-
-    def end_aborted(self, attempt: Attempt, now_s: float) -> list[Action]:
-        """An attempt is given up; every rank is told."""
-        attempt.walk(CheckpointEvent.ABORT)
-        attempt.ended_s = now_s
-        attempt.proposals.clear()
-        self._plans.drop(attempt.plan_id)
-        attempt.tell(now_s, f"aborted: {'; '.join(map(str, attempt.failures))}")
-        self.counters.count_aborted(skipped=attempt.skipped)
-        told = [ToRank(rank, attempt.aborted_for(rank)) for rank in range(attempt.world_size)]
-        return [*told, *self._answer_if_settled(), *self._publish_approved(now_s)]
-
     # ------------------------------------------------------------ plans
 
     def take(self, attempt: Attempt, step: PlanStep, now_s: float) -> list[Action]:
         """What follows from a message about plans."""
         if step.failures:
             failures = [self.at(attempt.save, failure.rank, failure) for failure in step.failures]
-            return self.abort(attempt, failures, now_s, replan=step.replan)
+            return self.end.abort(attempt, failures, now_s, replan=step.replan)
         return [ToRank(rank, message) for rank, message in step.messages]
 
     def _proposed(self, attempt: Attempt, rank: int, message: ProposePlan, now_s: float) -> list[Action]:
@@ -237,7 +198,7 @@ class AttemptTable:
         if attempt.staged and message.overwrite != attempt.overwrite:
             text = f"rank {rank} called save() with overwrite={message.overwrite}, other ranks with {attempt.overwrite}"
             failure = self.at(attempt.save, rank, FailureReport("OverwriteDiffers", text))
-            return self.abort(attempt, [failure], now_s)
+            return self.end.abort(attempt, [failure], now_s)
         attempt.staged.add(rank)
         attempt.overwrite = message.overwrite
         attempt.tell(now_s, f"rank {rank} staged")
@@ -247,7 +208,7 @@ class AttemptTable:
         if attempt.plan_id and message.plan_id != attempt.plan_id:
             text = f"rank {rank} staged plan {message.plan_id}, others {attempt.plan_id}"
             failure = self.at(attempt.save, rank, FailureReport("PlanDiffers", text))
-            return self.abort(attempt, [failure], now_s, replan=True)
+            return self.end.abort(attempt, [failure], now_s, replan=True)
         attempt.plan_id = message.plan_id
         if not attempt.unstaged_ranks:
             self._plans.drop(attempt.plan_id)
@@ -265,16 +226,10 @@ class AttemptTable:
         attempt.asked_s = now_s
         told = self.told(attempt)
         if told:
-            return self.abort(attempt, told, now_s)
+            return self.end.abort(attempt, told, now_s)
         if self._members.is_gone(attempt.save.session, 0):
-            return self.publish(attempt, now_s, "rank 0 is gone")
+            return self.end.publish(attempt, now_s, "rank 0 is gone")
         return [self._ask_commit(attempt)]
-
-    def look(self, attempt: Attempt, now_s: float) -> list[Action]:
-        """Have storage looked at for what is durable of an attempt, and whether it is published."""
-        attempt.listed_s = now_s
-        attempt.is_listing = True
-        return [ListShards(attempt.save, attempt.directory, attempt.world_size, tuple(attempt.unpersisted_ranks))]
 
     def told(self, attempt: Attempt) -> list[FailureReport]:
         """Ranks that know the end of an attempt that was taken up: if it is not published, it was given up."""
@@ -285,54 +240,8 @@ class AttemptTable:
         return [self.at(attempt.save, rank, FailureReport("SaveEnded", why)) for rank in ranks]
 
     def _decided(self, attempt: Attempt, message: DecideCommit, now_s: float) -> list[Action]:
-        if attempt.state is not CheckpointState.COMPLETE:
-            return []
         if message.accept:
-            return self.publish(attempt, now_s, "rank 0 ordered the commit")
+            is_due = attempt.state is CheckpointState.COMPLETE
+            return self.end.publish(attempt, now_s, "rank 0 ordered the commit") if is_due else []
         text = f"a pre-commit hook refused step {attempt.save.step}: {message.reason}"
-        return self.abort(attempt, [self.at(attempt.save, 0, FailureReport("CommitVetoed", text))], now_s)
-
-    def publish(self, attempt: Attempt, now_s: float, why: str) -> list[Action]:
-        """The commit is ordered."""
-        if self._members.session is not None and self.book.is_superseded(attempt, self._members.session.token):
-            text = f"the restarted job has begun to save step {attempt.save.step} itself"
-            return self.abort(attempt, [FailureReport("Superseded", text)], now_s)
-        attempt.approved = why
-        attempt.tell(now_s, f"to be published: {why}")
-        return self._publish_approved(now_s)
-
-    def _publish_approved(self, now_s: float) -> list[Action]:
-        actions: list[Action] = []
-        for attempt in self.book.to_publish():
-            attempt.publishing = True
-            attempt.tell(now_s, "publishing")
-            counts = self._plans.entry_counts(attempt.plan_id)
-            save, directory, world_size = attempt.save, attempt.directory, attempt.world_size
-            delay_s = PUBLISH_AGAIN_S if attempt.publish_failed_s is not None else 0.0
-            actions.append(Publish(save, directory, world_size, attempt.plan_id, counts, attempt.overwrite, delay_s))
-        return actions
-
-    def not_published(self, event: PublishFailed, now_s: float) -> list[Action]:
-        """Publishing has failed: try again, or give the attempt up."""
-        attempt = self.book.attempts[event.save.session, event.save.seq]
-        attempt.publishing = False
-        if attempt.publish_failed_s is None:
-            attempt.publish_failed_s = now_s
-        if event.may_pass and now_s + PUBLISH_AGAIN_S <= attempt.publish_failed_s + self._retry_s:
-            attempt.tell(now_s, f"not published yet: {event.failure.message}")
-            return self._publish_approved(now_s)
-        attempt.approved = ""
-        return self.abort(attempt, [event.failure], now_s)
-
-    def published(self, save: SaveKey, now_s: float) -> list[Action]:
-        """An attempt is committed."""
-        attempt = self.book.attempts[save.session, save.seq]
-        attempt.walk(CheckpointEvent.PUBLISH)
-        attempt.publishing = False
-        attempt.ended_s = now_s
-        attempt.tell(now_s, "committed")
-        self._members.steps.setdefault(attempt.directory, set()).add(save.step)
-        self.counters.count_committed(save.step, now_s)
-        where = checkpoint_id(attempt.directory, save.step)
-        told = [ToRank(rank, Committed(save, where)) for rank in range(attempt.world_size)]
-        return [*told, *self._answer_if_settled(), *self._publish_approved(now_s)]
+        return self.end.abort(attempt, [self.at(attempt.save, 0, FailureReport("CommitVetoed", text))], now_s)

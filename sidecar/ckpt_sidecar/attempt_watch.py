@@ -7,7 +7,7 @@ from typing import Final
 
 from ckpt_proto.errors import FailureReport
 from ckpt_proto.identity import SaveKey
-from ckpt_proto.lifecycles import CheckpointEvent, CheckpointState
+from ckpt_proto.lifecycles import CheckpointState
 from ckpt_proto.messages import (
     ShardStaged,
 )
@@ -38,21 +38,22 @@ class AttemptWatch:
     def __init__(self, members: Membership, attempts: AttemptTable) -> None:
         self._members = members
         self._attempts = attempts
+        self._end = attempts.end
 
     def tick(self, now_s: float) -> list[Action]:
         """Time has passed: who is late, what must be looked for, whom nobody waits for any longer."""
-        actions: list[Action] = []
+        actions: list[Action] = self._end.tick(now_s)
         for attempt in list(self._attempts.book.attempts.values()):
             late = attempt.overdue(now_s)
             if late:
                 failures = [self._late(attempt.save, rank, what) for rank, what in late]
-                actions += self._attempts.abort(attempt, failures, now_s)
+                actions += self._end.abort(attempt, failures, now_s)
             elif lacks_its_plan(attempt) and attempt.proposals and now_s - attempt.news_s >= PLAN_LOST_S:
                 actions += self._attempts.take(attempt, plan_lost(attempt, sorted(attempt.proposals)), now_s)
             elif attempt.must_be_listed(now_s):
-                actions += self._attempts.look(attempt, now_s)
+                actions += self._end.look(attempt, now_s)
             elif attempt.is_left_alone(now_s) and not self._members.is_member(attempt.save.session, 0):
-                actions += self._attempts.publish(attempt, now_s, f"rank 0 has not come back within {RETURN_S:.0f} s")
+                actions += self._end.publish(attempt, now_s, f"rank 0 has not come back within {RETURN_S:.0f} s")
         return actions
 
     def _late(self, save: SaveKey, rank: int, what: str) -> FailureReport:
@@ -70,9 +71,9 @@ class AttemptWatch:
                 continue
             if not attempt.silence_listed:
                 attempt.silence_listed = True  # what it has written before it fell silent counts
-                actions += self._attempts.look(attempt, now_s)
+                actions += self._end.look(attempt, now_s)
             elif not attempt.is_listing or now_s - (attempt.listed_s or now_s) > LISTING_S:
-                actions += self._attempts.abort(attempt, self._silent(attempt, event, missing), now_s)
+                actions += self._end.abort(attempt, self._silent(attempt, event, missing), now_s)
         return actions
 
     def _silent(self, attempt: Attempt, event: NodeSilent, missing: Sequence[int]) -> list[FailureReport]:
@@ -88,18 +89,15 @@ class AttemptWatch:
         if attempt is None:
             return []
         attempt.is_listing = False
-        if not attempt.is_open or attempt.publishing:
+        if not attempt.is_open or attempt.publishing or attempt.withdrawing_s is not None:
             return []
         if event.published:
-            if attempt.state is CheckpointState.OPEN:
-                attempt.walk(CheckpointEvent.ALL_PERSISTED)
-            return self._attempts.published(attempt.save, now_s)
-        if attempt.doomed:
-            return self._attempts.end_aborted(attempt, now_s)
-        told = self._attempts.told(attempt)
-        if told:
-            attempt.failures = tuple(told)
-            return self._attempts.end_aborted(attempt, now_s)
+            return self._end.found_published(attempt, now_s)
+        told = [] if attempt.doomed else self._attempts.told(attempt)
+        if attempt.doomed or told:
+            attempt.failures = tuple(told) or attempt.failures
+            found = {shard.rank for shard in event.shards}
+            return self._end.give_up(attempt, now_s, is_complete=found.issuperset(attempt.unpersisted_ranks))
         return self._count(attempt, event.shards, now_s)
 
     def _count(self, attempt: Attempt, shards: Sequence[ListedShard], now_s: float) -> list[Action]:
@@ -116,4 +114,4 @@ class AttemptWatch:
             return actions
         excuses = {rank: self._members.excuse(attempt.save, rank) for rank in attempt.unstaged_ranks}
         lost = [self._attempts.lost(attempt.save, rank, why) for rank, why in excuses.items() if why is not None]
-        return [*actions, *(self._attempts.abort(attempt, lost, now_s) if lost else [])]
+        return [*actions, *(self._end.abort(attempt, lost, now_s) if lost else [])]

@@ -33,6 +33,8 @@ from ckpt_sidecar.events import (
     ShardsListed,
     Tick,
     ToRank,
+    WithdrawFailed,
+    Withdrawn,
 )
 from ckpt_sidecar.membership import Departure, Membership
 from ckpt_sidecar.routes import session_of
@@ -44,10 +46,12 @@ __all__ = ["DECIDE_TIMEOUT_S", "MAX_ENDED_ATTEMPTS", "PERSIST_TIMEOUT_S", "Check
 class CheckpointTable:
     """The coordinator's decisions. ``handle`` is the only method that changes anything."""
 
-    def __init__(self, new_token: Callable[[], str], *, retry_s: float = 30.0) -> None:
-        """``new_token`` draws a session's name; ``retry_s``: how long publishing that fails is tried again."""
+    def __init__(self, new_token: Callable[[], str], *, retry_s: float = 30.0, stall_s: float = 600.0) -> None:
+        """``new_token`` draws a session's name; ``retry_s``: how long publishing that fails is tried again;
+        ``stall_s``: how long storage may take to publish."""
         self._members = Membership(new_token)
-        self._attempts = AttemptTable(self._members, retry_s)
+        self._attempts = AttemptTable(self._members, retry_s, stall_s)
+        self._end = self._attempts.end
         self._watch = AttemptWatch(self._members, self._attempts)
 
     # ------------------------------------------------------------ questions
@@ -89,9 +93,13 @@ class CheckpointTable:
             case DirectoryRefused(directory=directory, failure=failure):
                 return self._members.refused(directory, failure)
             case Published(save=save):
-                return self._attempts.published(save, now_s)
+                return self._end.published(save, now_s)
             case PublishFailed():
-                return self._attempts.not_published(event, now_s)
+                return self._end.not_published(event, now_s)
+            case Withdrawn():
+                return self._end.withdrawn(event, now_s)
+            case WithdrawFailed():
+                return self._end.not_withdrawn(event, now_s)
             case ShardsListed():
                 return self._watch.listed(event, now_s)
             case NodeSilent():
@@ -111,7 +119,7 @@ class CheckpointTable:
                 self._members.remember_to_sweep(message)
                 return self._attempts.depart(departure, now_s) if departure else []
             case AskRestoreStep():
-                return self._members.ask(rank, message, must_wait=self._attempts.earlier_life_is_busy())
+                return self._members.ask(rank, message, must_wait=self._end.earlier_life_is_busy())
         save: SaveKey | None = getattr(message, "save", None)
         return self._attempts.about(save, rank, message, now_s) if save is not None else []
 

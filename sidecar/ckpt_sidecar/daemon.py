@@ -41,6 +41,8 @@ from ckpt_sidecar.events import (
     Tick,
     ToCoordinator,
     ToRank,
+    WithdrawFailed,
+    Withdrawn,
 )
 from ckpt_sidecar.job_lock import JobLock
 from ckpt_sidecar.job_table import JobTable
@@ -70,6 +72,8 @@ _FOR_COORDINATOR = (
     Published,
     PublishFailed,
     ShardsListed,
+    Withdrawn,
+    WithdrawFailed,
 )
 
 
@@ -94,7 +98,9 @@ class Daemon:
             retry_s=config.storage_retry_s,
             generation=secrets.randbits(40),
         )
-        self._checkpoints = CheckpointTable(lambda: secrets.token_hex(4), retry_s=config.storage_retry_s)
+        self._checkpoints = CheckpointTable(
+            lambda: secrets.token_hex(4), retry_s=config.storage_retry_s, stall_s=config.write_stall_s
+        )
         self._posted: deque[Event] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         throttle = Throttle(config.max_write_bytes_per_s)

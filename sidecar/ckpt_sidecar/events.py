@@ -210,6 +210,24 @@ class PublishFailed(Event):
 
 
 @dataclass(frozen=True)
+class Withdrawn(Event):
+    """An attempt lacks rank 0's manifest for good, so nobody will ever find it complete; or it is ``published``, and
+    was left alone."""
+
+    save: SaveKey
+    published: bool = False
+
+
+@dataclass(frozen=True)
+class WithdrawFailed(Event):
+    """Rank 0's manifest could not be removed. ``may_pass``: another try could succeed."""
+
+    save: SaveKey
+    failure: FailureReport
+    may_pass: bool = False
+
+
+@dataclass(frozen=True)
 class CoordinatorUp(Event):
     """A coordinator on another node can be talked to and knows nothing of this node: say everything."""
 
@@ -377,4 +395,14 @@ class Publish(Action):
     plan_id: str
     entry_counts: tuple[int, ...]
     overwrite: bool
+    delay_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Withdraw(Action):
+    """Remove rank 0's manifest of an attempt that is complete and given up. Ends in Withdrawn or WithdrawFailed. It
+    begins after ``delay_s``: an earlier try has failed."""
+
+    save: SaveKey
+    directory: str
     delay_s: float = 0.0

@@ -249,9 +249,11 @@ class JobTable:
         return [*record.tell(message), *actions]
 
     def _save_ended(self, rank: int, message: Aborted | Committed) -> list[Action]:
+        aborted: list[Action] = []
         if isinstance(message, Committed):
             self.shards.commit(rank, message.save)
-        aborted = self.shards.abort(rank, message.save) if isinstance(message, Aborted) else []
+        else:
+            aborted = self.shards.abort(rank, message.save, files_stay=message.files_stay)
         self.shards.remember_lost(rank, message)
         return [*aborted, *self._drop_superfluous()]
 

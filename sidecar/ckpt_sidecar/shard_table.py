@@ -207,12 +207,14 @@ class ShardTable:
             actions.append(ToCoordinator(rank, ReportFailure(save, job.failure)))
         return actions
 
-    def abort(self, rank: int, save: SaveKey) -> list[Action]:
-        """The coordinator has given an attempt up: so does this node."""
+    def abort(self, rank: int, save: SaveKey, *, files_stay: bool) -> list[Action]:
+        """The coordinator has given an attempt up: so does this node, unless it may still appear."""
         job = self.jobs.get((rank, save))
         if job is None or job.aborted:
             return []
         job.aborted = True
+        if files_stay:
+            return []
         if job.state is ShardState.PERSISTED:
             return [RemoveShardFiles(rank, save, job.directory)]
         return [] if job.is_ended else [CancelShard(rank, save)]

@@ -32,6 +32,9 @@ from ckpt_sidecar.events import (
     ShardMissing,
     ShardSealed,
     ShardsListed,
+    Withdraw,
+    WithdrawFailed,
+    Withdrawn,
 )
 from ckpt_sidecar.ledger import durable_shard, is_published, list_shards
 from ckpt_sidecar.leftovers import read_seal
@@ -49,7 +52,7 @@ LOOK_AGAIN_S = 1.0
 
 logger = logging.getLogger(__name__)
 
-StorageOrder = RemoveShardFiles | FindShard | ListShards | OpenDirectory | Publish
+StorageOrder = RemoveShardFiles | FindShard | ListShards | OpenDirectory | Publish | Withdraw
 
 
 class StorageWork:
@@ -78,6 +81,8 @@ class StorageWork:
                 self._open(order)
             case Publish():
                 self._publish(order)
+            case Withdraw():
+                self._withdraw(order)
 
     def _find(self, order: FindShard) -> None:
         submit = order.submit
@@ -163,6 +168,20 @@ class StorageWork:
             self._post(PublishFailed(order.save, failure, may_pass(error)))
             return
         self._post(Published(order.save))
+
+    def _withdraw(self, order: Withdraw) -> None:
+        """Make a complete attempt incomplete. Its other files are removed by the nodes that wrote them."""
+        self._closing.wait(order.delay_s)
+        save, directory = order.save, Path(checkpoint_id(order.directory, order.save.step))
+        try:
+            is_published = is_named_in_metadata(directory, save.save_id)
+            if not is_published:
+                remove_files([directory / manifest_name(0, save.save_id)])
+        except (OSError, StorageError) as error:
+            failure = logged(error, f"withdrawing step {save.step}")
+            self._post(WithdrawFailed(save, failure, may_pass(error)))
+            return
+        self._post(Withdrawn(save, is_published))
 
 
 def logged(error: Exception, what: str) -> FailureReport:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,11 +30,6 @@ def rank(
     """A rank dies at its ``nth`` passing of ``point``."""
     return Scenario(KillOrder(point, nth, rank), step, fate, all_die=all_die, overlap=overlap)
 
-
-VETO_IS_FORGOTTEN = (
-    "a veto lies in no file: if the sidecar dies before it has removed the first manifest of the attempt, the next "
-    "start finds the attempt complete and commits it"
-)
 
 IN_HANDSHAKES = [
     *(
@@ -109,11 +103,12 @@ IN_COMMITS = [
         )
     ),
     *(
-        # The ranks know already, and have begun the next save.
-        Scenario(KillOrder(point, nth), 3, OPEN, vetoed=2, known=VETO_IS_FORGOTTEN if nth == 1 else "")
+        # The first removal makes the veto durable. After it the ranks know, and have begun the next save.
+        Scenario(KillOrder(point, nth), 3, OPEN, vetoed=2)
         for point in ("before the files of an attempt are removed", "after the files of an attempt are removed")
-        for nth in (1, 2)
+        for nth in (1, 2, 3)
     ),
+    Scenario(KillOrder("after the files of an attempt are removed"), 2, FAILED, vetoed=2, all_die=True),
 ]
 
 WITH_EVERY_RANK = [
@@ -275,14 +270,8 @@ def test_a_process_is_killed(
     judge_scenario(scenario, outcomes, lambda: play(scenario, tmp_path, [shm_root], processes, stock_ranks))
 
 
-def _row(scenario: Scenario) -> Any:
-    # Not strict: it depends on who comes first.
-    marks = [pytest.mark.xfail(strict=False, reason=scenario.known)] if scenario.known else []
-    return pytest.param(scenario, id=scenario.name, marks=marks)
-
-
 @pytest.mark.faults
-@pytest.mark.parametrize("scenario", [_row(scenario) for scenario in MATRIX])
+@pytest.mark.parametrize("scenario", MATRIX, ids=lambda scenario: scenario.name)
 def test_a_process_is_killed_at_every_point(
     scenario: Scenario,
     tmp_path: Path,

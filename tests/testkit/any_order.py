@@ -55,6 +55,9 @@ from ckpt_sidecar.events import (
     ShardBroken,
     ShardDurable,
     ShardStarted,
+    Withdraw,
+    WithdrawFailed,
+    Withdrawn,
     WriteShard,
 )
 from testkit.tables import (
@@ -391,6 +394,8 @@ class AnyOrder(RuleBasedStateMachine):
                 if ok:
                     self.published.add(save)
                 world.at_coordinator(Published(save) if ok else PublishFailed(save, FAILURE))
+            case Withdraw(save=save):
+                world.at_coordinator(Withdrawn(save) if ok else WithdrawFailed(save, FAILURE))
 
     @rule(seconds=st.sampled_from(WAITS), luck=LUCK)
     def wait(self, seconds: float, luck: int) -> None:
@@ -406,6 +411,9 @@ class AnyOrder(RuleBasedStateMachine):
                 assert not missing, f"published without {missing}"
                 assert save not in self.published | self.publishing, "published twice"
                 self.publishing.add(save)
+            case Withdraw(save=save):
+                assert save not in self.published | self.publishing, "a committed save was withdrawn"
+                self.removed.add((0, save))
             case RemoveShardFiles(rank=rank, save=save):
                 assert save not in self.published | self.publishing, "files of a committed save were removed"
                 self.removed.add((rank, save))

@@ -54,7 +54,6 @@ class Scenario:
         overlap: a save begins while the one before is in flight, so that any of them may be struck.
         vetoed: the step that a pre-commit hook refuses.
         ahead: a rank that knows the end of the struck save may have begun the next one, which then is open too.
-        known: why the outcome is another one today.
     """
 
     order: KillOrder
@@ -66,7 +65,6 @@ class Scenario:
     overlap: bool = False
     vetoed: int = -1
     ahead: bool = False
-    known: str = ""
 
     def __post_init__(self) -> None:
         if self.order.point not in (SIDECAR_POINTS if self.kills_sidecar else RANK_POINTS):

@@ -49,6 +49,8 @@ from ckpt_sidecar.events import (
     Tick,
     ToCoordinator,
     ToRank,
+    Withdraw,
+    Withdrawn,
     WriteShard,
 )
 from ckpt_sidecar.job_table import JobTable
@@ -243,6 +245,12 @@ class Coordinator:
         assert of_type(self.at(0, DecideCommit(save, True)), Publish)
         return self.do(Published(save))
 
+    def withdrawn(self, actions: Sequence[Action]) -> list[Action]:
+        """Storage carries out that a complete attempt is withdrawn, before which nobody is told anything."""
+        (order,) = actions
+        assert isinstance(order, Withdraw)
+        return self.do(Withdrawn(order.save))
+
 
 def told(actions: Sequence[Action], rank: int) -> list[Message]:
     """What the coordinator tells a rank."""
@@ -360,6 +368,10 @@ class World:
         for order in self.take(Publish):
             self.steps.add(order.save.step)
             self.at_coordinator(Published(order.save))
+
+    def withdrawn(self) -> None:
+        for order in self.take(Withdraw):
+            self.at_coordinator(Withdrawn(order.save))
 
     # ------------------------------------------------------------ saves
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from ckpt_proto.identity import SaveKey
@@ -53,6 +53,12 @@ class CommitDecisions:
             self._send(decided)
         elif is_new:
             self._thread.submit(partial(self._decide, message))
+
+    def vetoes(self, pending: Sequence[SaveKey]) -> list[Message]:
+        """Saves in flight that were refused: a coordinator that was killed may have begun to remove them."""
+        with self._lock:
+            decided = [self._decided.get(save) for save in pending]
+        return [answer for answer in decided if answer is not None and not answer.accept]
 
     def _decide(self, message: AskCommit) -> None:
         veto = self._hooks.veto(message.save.step, message.checkpoint_id)

@@ -276,7 +276,9 @@ class Connection:
     def _resume(self, welcome: Welcome) -> None:
         """The sidecar or the coordinator was restarted, or the connection renewed: say again what has no answer yet."""
         logger.info("welcomed again by sidecar %s: going on", welcome.sidecar_id)
-        for message in self.unanswered.to_say_again(welcome.plan_id, self.saves.pending(), self.pool.holds):
+        pending = self.saves.pending()
+        again = self.unanswered.to_say_again(welcome.plan_id, pending, self.pool.holds)
+        for message in (*self._decisions.vetoes(pending), *again):
             self._link.send(message)
         self.exchange.say_again()
         self.pool.resume()

@@ -35,6 +35,9 @@ from ckpt_sidecar.events import (
     Tick,
     ToCoordinator,
     ToRank,
+    Withdraw,
+    WithdrawFailed,
+    Withdrawn,
     WriteShard,
 )
 from ckpt_sidecar.job_table import JobTable
@@ -46,7 +49,17 @@ from testkit.tables import JOB, TORCH
 if TYPE_CHECKING:
     from testkit.simulator.world import World
 
-_FOR_COORDINATOR = (AtCoordinator, DirectoryOpened, DirectoryRefused, Published, PublishFailed, ShardsListed, Tick)
+_FOR_COORDINATOR = (
+    AtCoordinator,
+    DirectoryOpened,
+    DirectoryRefused,
+    Published,
+    PublishFailed,
+    ShardsListed,
+    Tick,
+    Withdrawn,
+    WithdrawFailed,
+)
 
 _LANES: dict[type[Action], tuple[str, Callable[[SimNode, Any], workers.Work]]] = {
     PrepareRegion: ("layout", workers.prepare),
@@ -57,6 +70,7 @@ _LANES: dict[type[Action], tuple[str, Callable[[SimNode, Any], workers.Work]]] =
     FindShard: ("commit", workers.find),
     ListShards: ("commit", workers.list_shards),
     Publish: ("commit", workers.publish),
+    Withdraw: ("commit", workers.withdraw),
 }
 
 WRITERS = 2

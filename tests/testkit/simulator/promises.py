@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from testkit.simulator.node import SimNode
     from testkit.simulator.world import World
 
-OF_THE_CLIENT: Final = {"SidecarLost", "SessionEnded", "Refused"}
-"""Failures that a client finds by itself, without the coordinator: its handle must not stay open for ever, but nobody
-can promise that a staged save is not committed all the same. The client reports the failure, and what is sealed is no
-longer the client's to give up (a staged save is not lost with its trainer)."""
+IN_DOUBT: Final = {"SidecarLost", "SessionEnded", "Refused", "PublishStalled"}
+"""Failures told by somebody who cannot know the end: a client without the coordinator, a coordinator without storage.
+A handle must not stay open for ever, but nobody can promise that such a save is not committed all the same: what is
+sealed is no longer the client's to give up (a staged save is not lost with its trainer)."""
 
 PASSING_S: Final = 15.0
 """A trouble of the storage that lasts no longer for a save must not cost it: writes are tried again for 30 s."""
@@ -119,7 +119,7 @@ class Promises:
     def told_failed(self, rank: int, save: SaveKey, failures: Sequence[FailureReport]) -> None:
         """A handle says failed."""
         kinds = {failure.kind for failure in failures}
-        by_itself = kinds <= OF_THE_CLIENT
+        by_itself = kinds <= IN_DOUBT
         # Replaced by a later save of the same step before anybody was told: nothing is left that says it was there.
         at = self.published.get(save)
         replaced = at is not None and any(
@@ -188,10 +188,10 @@ class Promises:
         self.published[save] = len(self.published)
 
     def _is_known(self, kinds: set[str], pid: int, life: int) -> bool:
-        """Whether somebody must know that a save was given up: not if it was the client's own bound, nor if both the
+        """Whether somebody must know that a save was given up: not if that was in doubt, nor if both the
         client that was told and the coordinator that told it are dead. Then what is sealed or durable speaks."""
         world = self._world
-        return not kinds <= OF_THE_CLIENT and (world.lives(pid) or world.nodes[0].life == life)
+        return not kinds <= IN_DOUBT and (world.lives(pid) or world.nodes[0].life == life)
 
     # ------------------------------------------------------------ in the end
 

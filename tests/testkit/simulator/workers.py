@@ -42,6 +42,9 @@ from ckpt_sidecar.events import (
     ShardSealed,
     ShardsListed,
     ShardStarted,
+    Withdraw,
+    WithdrawFailed,
+    Withdrawn,
     WriteShard,
 )
 from ckpt_sidecar.passing_errors import may_pass
@@ -246,3 +249,19 @@ def _publish(node: SimNode, order: Publish) -> Work:
             for part in ("manifest", "data"):
                 storage.remove(shard, part)
             yield
+
+
+def withdraw(node: SimNode, order: Withdraw) -> Work:
+    """``StorageWork._withdraw``."""
+    storage, save = node.world.storage, order.save
+    yield
+    try:
+        storage.touch(save)
+    except StorageError as error:
+        node.post(WithdrawFailed(save, report_of(error), may_pass(error)))
+        return
+    is_published = storage.metadata.get(save.step) == save
+    if not is_published:
+        storage.remove((0, save), "manifest")
+    yield
+    node.post(Withdrawn(save, is_published))

@@ -37,6 +37,9 @@ from ckpt_sidecar.events import (
     ShardDurable,
     ShardStarted,
     ToRank,
+    Withdraw,
+    WithdrawFailed,
+    Withdrawn,
     WriteShard,
 )
 from ckpt_sidecar.throttle import Throttle
@@ -391,6 +394,46 @@ def test_files_that_cannot_be_removed_are_said_and_nothing_else_happens(
     runner.run(OpenDirectory(str(checkpoints)))
     assert posted.wait_for(1) == [DirectoryOpened(str(checkpoints), ())]
     assert "removing what is left of step 5" in caplog.text
+
+
+# ---------------------------------------------------------------- withdrawing
+
+
+def test_what_is_withdrawn_is_never_found_complete(runner: ActionRunner, posted: Posted, checkpoints: Path) -> None:
+    runner.run(staged(runner, posted, checkpoints))
+    posted.wait_for(2)
+    runner.run(Withdraw(save_key(), str(checkpoints)))
+    assert posted.wait_for(3)[2] == Withdrawn(save_key())
+    assert files_in(checkpoints) == ["__0_0a1b2c3d-0.distcp"]
+    runner.run(OpenDirectory(str(checkpoints)))
+    assert posted.wait_for(4)[3] == DirectoryOpened(str(checkpoints), ())
+    runner.run(Withdraw(save_key(), str(checkpoints)))
+    assert posted.wait_for(5)[4] == Withdrawn(save_key())
+
+
+def test_what_is_published_is_not_withdrawn(runner: ActionRunner, posted: Posted, checkpoints: Path) -> None:
+    runner.run(staged(runner, posted, checkpoints))
+    posted.wait_for(2)
+    runner.run(Publish(save_key(), str(checkpoints), 1, PLAN_ID, (), overwrite=False))
+    posted.wait_for(3)
+    before = files_in(checkpoints)
+    runner.run(Withdraw(save_key(), str(checkpoints)))
+    assert posted.wait_for(4)[3] == Withdrawn(save_key(), published=True)
+    assert files_in(checkpoints) == before
+
+
+def test_what_cannot_be_withdrawn_is_said(
+    runner: ActionRunner, posted: Posted, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(paths: list[Path]) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr("ckpt_sidecar.storage_work.remove_files", refuse)
+    runner.run(Withdraw(save_key(), str(checkpoints)))
+    (failed,) = posted.wait_for(1)
+    assert isinstance(failed, WithdrawFailed)
+    assert failed.may_pass
+    assert "broken" in failed.failure.message
 
 
 # ---------------------------------------------------------------- the runner itself

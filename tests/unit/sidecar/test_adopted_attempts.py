@@ -20,7 +20,7 @@ from ckpt_proto.messages import (
     ShardStaged,
 )
 from ckpt_sidecar.attempt import DECIDE_TIMEOUT_S, LIST_ADOPTED_S, RETURN_S
-from ckpt_sidecar.attempt_table import PUBLISH_AGAIN_S
+from ckpt_sidecar.attempt_end import AGAIN_S
 from ckpt_sidecar.attempt_watch import PLAN_LOST_S
 from ckpt_sidecar.events import (
     Action,
@@ -34,6 +34,7 @@ from ckpt_sidecar.events import (
     ShardsListed,
     Tick,
     ToRank,
+    Withdraw,
 )
 from testkit.tables import DIRECTORY, FAILURE, ITEMS, PLAN_ID, Coordinator, hello, key, of_type, propose, told
 
@@ -80,7 +81,8 @@ def given_up(coordinator: Coordinator, actions: list[Action]) -> dict[int, Abort
     """The aborts that follow. Storage is looked at first: it may have been published, and nobody told."""
     assert of_type(actions, ListShards)
     assert aborts(actions) == {}
-    return aborts(listed(coordinator))
+    actions = listed(coordinator)
+    return aborts(coordinator.withdrawn(actions) if of_type(actions, Withdraw) else actions)
 
 
 # ---------------------------------------------------------------- everybody lives
@@ -370,7 +372,7 @@ def publishing(coordinator: Coordinator) -> Coordinator:
 def test_publishing_that_fails_by_an_error_that_may_pass_is_tried_again_later(publishing: Coordinator) -> None:
     (order,) = fail_to_publish(publishing)
     assert isinstance(order, Publish)
-    assert (order.save, order.delay_s) == (SAVE, PUBLISH_AGAIN_S)
+    assert (order.save, order.delay_s) == (SAVE, AGAIN_S)
     assert state(publishing) is CheckpointState.COMPLETE
     publishing.do(Published(SAVE))
     assert state(publishing) is CheckpointState.COMMITTED
@@ -379,9 +381,9 @@ def test_publishing_that_fails_by_an_error_that_may_pass_is_tried_again_later(pu
 def test_publishing_is_given_up_after_a_while(publishing: Coordinator) -> None:
     tries = 0
     while of_type(actions := fail_to_publish(publishing), Publish):
-        publishing.now_s += PUBLISH_AGAIN_S
+        publishing.now_s += AGAIN_S
         tries += 1
-    assert tries * PUBLISH_AGAIN_S == 30.0
+    assert tries * AGAIN_S == 30.0
     assert given_up(publishing, actions)[1].failures == (FAILURE,)
 
 

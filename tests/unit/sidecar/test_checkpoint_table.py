@@ -29,6 +29,7 @@ from ckpt_proto.messages import (
     Welcome,
 )
 from ckpt_proto.plan_items import PlanItem
+from ckpt_sidecar.attempt_end import AGAIN_S
 from ckpt_sidecar.checkpoint_table import DECIDE_TIMEOUT_S, MAX_ENDED_ATTEMPTS, PERSIST_TIMEOUT_S
 from ckpt_sidecar.events import (
     Action,
@@ -40,8 +41,12 @@ from ckpt_sidecar.events import (
     Publish,
     Published,
     PublishFailed,
+    ShardsListed,
     Tick,
     ToRank,
+    Withdraw,
+    WithdrawFailed,
+    Withdrawn,
 )
 from testkit.tables import (
     DIRECTORY,
@@ -61,6 +66,7 @@ from testkit.tables import (
 )
 
 SAVE = key()
+STALL_S = 600.0
 WHERE = f"{DIRECTORY}/step-100"
 PUBLISH = Publish(SAVE, DIRECTORY, 2, PLAN_ID, (), overwrite=False)
 
@@ -594,7 +600,7 @@ def test_an_order_before_everybody_has_persisted_or_of_another_rank_is_ignored(t
 
 def test_a_veto_fails_the_save_with_its_reason(two: Coordinator) -> None:
     two.complete(SAVE, 2)
-    failure = the_failure(two.at(0, DecideCommit(SAVE, False, "loss is NaN")))
+    failure = the_failure(two.withdrawn(two.at(0, DecideCommit(SAVE, False, "loss is NaN"))))
     assert (failure.kind, failure.rank) == ("CommitVetoed", 0)
     assert "step 100: loss is NaN" in failure.message
 
@@ -602,7 +608,7 @@ def test_a_veto_fails_the_save_with_its_reason(two: Coordinator) -> None:
 def test_a_commit_that_fails_is_told_to_every_rank(two: Coordinator) -> None:
     two.complete(SAVE, 2)
     two.at(0, DecideCommit(SAVE, True))
-    assert the_failure(two.do(PublishFailed(SAVE, FAILURE))) == FAILURE
+    assert the_failure(two.withdrawn(two.do(PublishFailed(SAVE, FAILURE)))) == FAILURE
     assert state_of(two) is CheckpointState.ABORTED
     assert two.table.steps[DIRECTORY] == set()
 
@@ -630,11 +636,84 @@ def test_nothing_stops_a_commit_that_is_being_published(two: Coordinator, messag
     assert state_of(two) is CheckpointState.COMMITTED
 
 
-def test_time_does_not_stop_a_commit_that_is_being_published(two: Coordinator) -> None:
+def test_only_a_storage_that_does_not_answer_stops_a_commit_that_is_being_published(two: Coordinator) -> None:
     two.complete(SAVE, 2)
     two.at(0, DecideCommit(SAVE, True))
-    two.now_s = 10 * PERSIST_TIMEOUT_S
+    two.now_s = STALL_S
     assert two.do(Tick()) == []
+    two.now_s += 1
+    actions = two.do(Tick())
+    failure = the_failure(actions)
+    assert failure.kind == "PublishStalled"
+    assert "step 100 is durable but not published: the storage has not answered for 601 s (/data/run/step-100)" in str(
+        failure
+    )
+    assert all(action.message.files_stay for action in of_type(actions, ToRank))
+    assert two.do(Tick()) == []
+
+
+def test_a_commit_that_appears_after_all_is_told(two: Coordinator) -> None:
+    two.complete(SAVE, 2)
+    two.at(0, DecideCommit(SAVE, True))
+    two.now_s = STALL_S + 1
+    two.do(Tick())
+    assert two.do(Published(SAVE)) == [ToRank(rank, Committed(SAVE, "/data/run/step-100")) for rank in (0, 1)]
+    assert two.table.steps[DIRECTORY] == {100}
+    assert two.table.counters.last_committed_step == 100
+
+
+def test_a_commit_that_fails_after_all_changes_nothing_and_the_next_one_is_tried(two: Coordinator) -> None:
+    two.complete(SAVE, 2)
+    two.at(0, DecideCommit(SAVE, True))
+    two.now_s = STALL_S + 1
+    two.do(Tick())
+    assert two.do(PublishFailed(SAVE, FAILURE)) == []
+    assert of_type(two.committed(key(1), 2), ToRank)
+
+
+# ---------------------------------------------------------------- withdrawn before anybody is told
+
+
+@pytest.fixture
+def refused(two: Coordinator) -> Coordinator:
+    """Complete on storage, and refused by rank 0."""
+    two.complete(SAVE, 2)
+    assert two.at(0, DecideCommit(SAVE, False, "loss is NaN")) == [Withdraw(SAVE, DIRECTORY)]
+    return two
+
+
+def test_nothing_changes_a_veto_while_it_is_made_durable(refused: Coordinator) -> None:
+    refused.now_s += 1
+    for message in (DecideCommit(SAVE, True), ShardPersisted(SAVE, 1, 1), RankLeft(0, "killed"), RankLeft(1, "killed")):
+        assert refused.at(message.rank if isinstance(message, RankLeft) else 0, message) == []
+    assert refused.do(Tick()) == refused.do(ShardsListed(SAVE, ())) == []
+    assert the_failure(refused.do(Withdrawn(SAVE))).kind == "CommitVetoed"
+    assert refused.do(Withdrawn(SAVE)) == []
+
+
+def test_what_cannot_be_withdrawn_is_tried_again_and_then_told_with_what_may_come_of_it(refused: Coordinator) -> None:
+    tries = 0
+    while of_type(actions := refused.do(WithdrawFailed(SAVE, FAILURE, may_pass=True)), Withdraw):
+        refused.now_s += AGAIN_S
+        tries += 1
+    assert tries * AGAIN_S == 30.0
+    failure = the_failure(actions)
+    assert failure.kind == "CommitVetoed"
+    assert "the next start may commit it (no room on /data)" in failure.hint
+
+
+def test_a_storage_that_hangs_does_not_hold_a_veto_back_for_ever(refused: Coordinator) -> None:
+    refused.now_s += STALL_S
+    assert refused.do(Tick()) == []
+    refused.now_s += 1
+    failure = the_failure(refused.do(Tick()))
+    assert "the next start may commit it (the storage has not answered for 601 s)" in failure.hint
+    assert refused.do(Withdrawn(SAVE)) == []
+
+
+def test_what_is_found_published_when_it_is_to_be_withdrawn_is_committed(refused: Coordinator) -> None:
+    actions = refused.do(Withdrawn(SAVE, published=True))
+    assert actions == [ToRank(rank, Committed(SAVE, "/data/run/step-100")) for rank in (0, 1)]
 
 
 def test_a_late_message_about_a_committed_save_is_answered_with_the_commit(two: Coordinator) -> None:
@@ -713,7 +792,7 @@ def test_an_earlier_lifes_save_gives_way_to_the_same_step_of_the_restarted_job(t
     two.says_hello(0, 2, incarnation=1)
     two.says_hello(1, 2, incarnation=1)
     two.staged(key(0, session="0000000b"), 0)
-    failure = the_failure(two.persisted(SAVE, 0, 1))
+    failure = the_failure(two.withdrawn(two.persisted(SAVE, 0, 1)))
     assert failure.kind == "Superseded"
     assert "step 100" in failure.message
 
@@ -785,7 +864,7 @@ def test_rank_0_may_not_think_about_a_commit_for_ever(two: Coordinator) -> None:
     two.now_s = DECIDE_TIMEOUT_S
     assert two.do(Tick()) == []
     two.now_s += 1
-    failure = the_failure(two.do(Tick()))
+    failure = the_failure(two.withdrawn(two.do(Tick())))
     assert "rank 0 on node-0 has not decided on the commit of step 100" in failure.message
     assert two.at(0, DecideCommit(SAVE, True)) == [ToRank(0, Aborted(SAVE, (failure,)))]
 

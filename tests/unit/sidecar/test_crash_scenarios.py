@@ -245,7 +245,7 @@ def test_an_attempt_that_was_taken_up_and_failed_is_aborted_once_storage_says_th
     assert coordinator.at(1, failed) == []
     assert coordinator.at(0, ShardPersisted(OLD_SAVE, 0, 1)) == []
     shards = tuple(ListedShard(rank, PLAN_ID, overwrite=False) for rank in range(2))
-    actions = coordinator.do(ShardsListed(OLD_SAVE, shards))
+    actions = coordinator.withdrawn(coordinator.do(ShardsListed(OLD_SAVE, shards)))
     assert [type(message) for rank in range(2) for message in told(actions, rank)] == [Aborted, Aborted]
 
 
@@ -262,7 +262,7 @@ def test_an_attempt_that_a_rank_knows_to_have_ended_is_given_up_although_all_its
     coordinator.says_hello(1, 2, session="000000ff", node="node-1", next_seq=1)
     actions = coordinator.persisted(OLD_SAVE, 0, 1)
     assert actions == [ListShards(OLD_SAVE, DIRECTORY, 2, ())]
-    actions = coordinator.do(ShardsListed(OLD_SAVE, ()))
+    actions = coordinator.withdrawn(coordinator.do(ShardsListed(OLD_SAVE, ())))
     (aborted,) = told(actions, 0)
     assert isinstance(aborted, Aborted)
     assert [(failure.kind, failure.rank) for failure in aborted.failures] == [("SaveEnded", 1)]

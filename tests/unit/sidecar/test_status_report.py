@@ -158,7 +158,7 @@ def test_then_who_has_not_persisted_then_who_has_not_decided(sidecar: Sidecar) -
     attempt.persisted = {0, 1}
     attempt.walk(CheckpointEvent.ALL_PERSISTED)
     assert sidecar.status().checkpoints[0].late == ("rank 0 on node-a has not decided on the commit",)
-    attempt.publishing = True
+    attempt.publishing_s = 0.0
     assert sidecar.status().checkpoints[0].late == ("the coordinator is publishing",)
     attempt.walk(CheckpointEvent.PUBLISH)
     assert sidecar.status().checkpoints[0].late == ()

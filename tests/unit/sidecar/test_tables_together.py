@@ -176,6 +176,8 @@ def test_a_veto_leaves_no_file_and_the_slots_are_free(two: World) -> None:
     submit_all(two, SAVE)
     two.written()
     two.says(0, DecideCommit(SAVE, False, "no"))
+    assert two.take(RemoveShardFiles) == ends_of(two, 1) == []
+    two.withdrawn()
     assert {order.rank for order in two.take(RemoveShardFiles)} == {0, 1}
     assert ends_of(two, 1) == [("Aborted", SAVE)]
     submit_all(two, key(1))
@@ -188,6 +190,7 @@ def test_a_commit_that_fails_leaves_no_file(two: World) -> None:
     two.says(0, DecideCommit(SAVE, True))
     two.take(Publish)
     two.at_coordinator(PublishFailed(SAVE, FAILURE))
+    two.withdrawn()
     assert {order.rank for order in two.take(RemoveShardFiles)} == {0, 1}
     assert ends_of(two, 0) == ends_of(two, 1) == [("Aborted", SAVE)]
 
