@@ -43,7 +43,7 @@ class AttemptWatch:
     def tick(self, now_s: float) -> list[Action]:
         """Time has passed: who is late, what must be looked for, whom nobody waits for any longer."""
         actions: list[Action] = self._end.tick(now_s)
-        for attempt in list(self._attempts.book.attempts.values()):
+        for attempt in [attempt for attempt in self._attempts.book.attempts.values() if attempt.is_open]:
             late = attempt.overdue(now_s)
             if late:
                 failures = [self._late(attempt.save, rank, what) for rank, what in late]

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
-from ckpt_proto.messages import AskStatus, Heartbeat, Hello, Message, Status
+from ckpt_proto.messages import AskStatus, Goodbye, Heartbeat, Hello, Message, Status
 from ckpt_proto.node_name import node_name
 from ckpt_proto.process import process_start_s
 from ckpt_sidecar.action_runner import ActionRunner
@@ -206,6 +206,8 @@ class Daemon:
             self._handle_all(
                 self._watch.deaths(now_s), now_s
             )  # a restarted rank may say Hello before its old process was missed
+        if isinstance(message, Goodbye):
+            self._handle_all(self._watch.left_by(peer), now_s)
         self._handle(FromRank(peer, pid, message), now_s)
         if isinstance(message, Hello):
             self._watch.hear(peer, now_s)

@@ -134,7 +134,7 @@ class JobTable:
         message = event.message
         if isinstance(message, Hello):
             return self._hello(event, message)
-        record = self._record_of(event.peer, message)
+        record = self._record_of(event.peer)
         if isinstance(message, Heartbeat):
             return [Send(event.peer, Pong(self._sidecar_id, known=record is not None))]
         if record is None:
@@ -157,9 +157,7 @@ class JobTable:
             return []  # what is sealed is no longer the client's to give up
         return [ToCoordinator(rank, message)] if isinstance(message, FOR_COORDINATOR) else []
 
-    def _record_of(self, peer: bytes, message: Message) -> RankRecord | None:
-        if not peer:  # the owner has found a seal of a dead rank that has no connection to this sidecar
-            return self.ranks.get(message.rank) if isinstance(message, SubmitShard) else None
+    def _record_of(self, peer: bytes) -> RankRecord | None:
         for record in self.ranks.values():
             if record.peer == peer and record.alive:
                 return record

@@ -62,6 +62,12 @@ class RankWatch:
             events += [*self._sealed_by(rank, record), RankDied(rank, record.hello.pid, reason)]
         return events
 
+    def left_by(self, peer: bytes) -> list[ShardSealed]:
+        """What a client that says goodbye has sealed and this sidecar does not know of: it may have been handed over
+        to one that died, by a client that does not wait to say it again."""
+        leaving = [(rank, record) for rank, record in self._jobs.ranks.items() if record.peer == peer and record.alive]
+        return [sealed for rank, record in leaving for sealed in self._sealed_by(rank, record)]
+
     def _why_dead(self, rank: int, record: RankRecord, now_s: float) -> str | None:
         pid = record.hello.pid
         if self._start_s(pid) == record.hello.process_start_s:

@@ -328,6 +328,8 @@ class Connection:
             self._replanned_seq = message.save.seq  # an order that is repeated must not cost the plan made since
             self.plan_epoch += 1
         self.exchange.on_message(message)
+        if not message.files_stay:
+            self.pool.break_seal(message.save.seq)  # before anybody is told: if both of us die now, it stays given up
         self.pool.wake()
         self.saves.failed(message.save, message.failures, skipped=message.skipped)
 

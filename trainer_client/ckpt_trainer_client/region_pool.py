@@ -35,6 +35,7 @@ class _Slot:
     seq: int = -1
     asked_bytes: int = 0
     ask: Callable[[int, int], None] | None = None
+    break_seal: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,17 @@ class RegionPool:
         with self._changed:
             slot = self._slots[index]
             return slot.state is RegionState.SEALED and slot.seq == seq
+
+    def break_seal(self, seq: int) -> None:
+        """A save was given up: who finds its region, when this process and its sidecar are dead, must not commit it.
+
+        The slot stays the sidecar's until it frees it.
+        """
+        with self._changed:
+            for slot in self._slots:
+                if slot.state is RegionState.SEALED and slot.seq == seq and slot.break_seal is not None:
+                    slot.break_seal()
+                    slot.break_seal = None
 
     def interrupt(self, why: str) -> None:
         """Let a waiting :meth:`acquire` fail with ``why``; empty takes that back."""
@@ -233,17 +245,29 @@ class RegionPool:
                 slot.refusal = None
                 request.prepare(index, 0)
 
-    def seal(self, index: int) -> None:
-        """The slot is whole and belongs to the sidecar.
+    def seal(
+        self, index: int, request: RegionRequest, set_seal: Callable[[], None], break_seal: Callable[[], None]
+    ) -> None:
+        """The slot is whole and belongs to the sidecar: sealed under the lock, so that a save that was given up is
+        either not sealed or found by :meth:`break_seal`.
+
+        Args:
+            index: the slot.
+            request: that for which it was acquired.
+            set_seal: writes the seal.
+            break_seal: takes it back; called by the link's thread while the slot is sealed.
 
         Raises:
             RegionError: the slot is not being filled any more, because the sidecar was restarted meanwhile.
+            CheckpointFailed: the attempt was given up meanwhile.
         """
         with self._changed:
             slot = self._slots[index]
             if slot.state is not RegionState.FILLING:
                 raise RegionError(f"the sidecar was restarted while slot {index} was being filled")
-            slot.state = walk(REGION, slot.state, RegionEvent.SEAL)
+            request.check()  # what is sealed counts, also for a sidecar that has not heard that the save was given up
+            set_seal()
+            slot.state, slot.break_seal = walk(REGION, slot.state, RegionEvent.SEAL), break_seal
 
     def discard(self, index: int) -> None:
         """What was filled in is not wanted; the slot is free again, if it is not so already after a reset."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ckpt_proto.codec import encode
 from ckpt_proto.errors import NotEnoughSharedMemory, RegionError
 from ckpt_proto.identity import SaveKey
@@ -48,10 +50,8 @@ class Stager:
             region.begin()
             copy_all(region.targets, tensors)
             region.write_bytes(entries)
-            request.check()  # what is sealed counts, also for a sidecar that has not heard that the save was given up
             submit = self._submission(save, ready, tuple(map(len, entries)), overwrite)
-            region.seal(encode(submit))
-            pool.seal(ready.slot)
+            pool.seal(ready.slot, request, partial(region.seal, encode(submit)), region.begin)
         except BaseException:
             pool.discard(ready.slot)
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ from ckpt_trainer_client.region_pool import RegionRequest
 from testkit.simulator.network import Connection
 from testkit.simulator.shared_memory import Region
 from testkit.simulator.stepped import SteppedConnection
+from testkit.simulator.storage import Value
 from testkit.tables import DIRECTORY, ITEMS, JOB, STAGE_TIMEOUT_S, propose
 
 if TYPE_CHECKING:
@@ -100,6 +102,7 @@ class Client:
         self._plan_epoch = -1
         self._attached: dict[int, tuple[RegionReady, Region]] = {}
         self.filling: Region | None = None
+        self._value: Value = (0, 0)
         self._hello_life = self.node.life
         self.talk.say_hello()
 
@@ -218,8 +221,10 @@ class Client:
             if wish.grows:
                 self.world.promises.has_room(self, ready, GROWN_BYTES)
             request.check()
-            submit = yield from self._fill(save, ready, request, wish.overwrite)
-            pool.seal(ready.slot)
+            yield from self._fill(ready)
+            submit = SubmitShard(save, self.rank, plan_id, ready.slot, ready.generation, (5,), wish.overwrite)
+            region = self._attach(ready)
+            pool.seal(ready.slot, request, partial(self._seal, region, submit), partial(self._break_seal, region))
         except BaseException:
             self.filling = None
             pool.discard(ready.slot)
@@ -245,26 +250,23 @@ class Client:
             prepare=lambda slot, capacity: talk.send(GrowRegion(plan_id, slot, capacity)),
         )
 
-    def _fill(
-        self, save: SaveKey, ready: RegionReady, request: RegionRequest, overwrite: bool
-    ) -> Generator[bool, None, SubmitShard]:
+    def _fill(self, ready: RegionReady) -> Steps:
         region = self._attach(ready)
-        submit = SubmitShard(save, self.rank, ready.plan_id, ready.slot, ready.generation, (5,), overwrite)
         self.world.promises.fill_begins(self, ready.slot, region)
         self.filling = region
-        value = self.world.new_value(self.rank)
+        region.seal, self._value = None, self.world.new_value(self.rank)
+        yield False
+        region.first = self._value
+        yield False
+        region.second = self._value
+        yield False
+
+    def _seal(self, region: Region, submit: SubmitShard) -> None:
+        region.seal, self.filling = submit, None
+        self.world.promises.sealed(self, submit, self._value)
+
+    def _break_seal(self, region: Region) -> None:
         region.seal = None
-        yield False
-        region.first = value
-        yield False
-        region.second = value
-        yield False
-        request.check()
-        region.seal = submit
-        self.filling = None
-        self.world.promises.sealed(self, submit, value)
-        yield False
-        return submit
 
     def _attach(self, ready: RegionReady) -> Region:
         known = self._attached.get(ready.slot)

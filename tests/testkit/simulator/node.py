@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt_proto.identity import SaveKey
-from ckpt_proto.messages import Hello, Message, Refused
+from ckpt_proto.messages import Goodbye, Hello, Message, Refused
 from ckpt_sidecar.checkpoint_table import CheckpointTable
 from ckpt_sidecar.events import (
     Action,
@@ -31,6 +31,7 @@ from ckpt_sidecar.events import (
     RemoveRegions,
     RemoveShardFiles,
     Send,
+    ShardSealed,
     ShardsListed,
     Tick,
     ToCoordinator,
@@ -148,8 +149,19 @@ class SimNode:
         self.world.tell_message(peer.decode(), self, message)
         if isinstance(message, Hello):
             self.look_for_the_dead()
+        if isinstance(message, Goodbye):
+            for rank, record in list(self.jobs.ranks.items()):
+                if record.peer == peer and record.alive:
+                    self._find_sealed(rank)
         if self.is_up:
             self.take(FromRank(peer, pid, message))
+
+    def _find_sealed(self, rank: int) -> None:
+        """``RankWatch``: what a rank that goes had sealed counts, whether its last message came or not."""
+        slots = range(len(self.jobs.ranks[rank].slots))
+        for submit in [self.shm.seal_of(rank, slot) for slot in slots]:
+            if self.is_up and submit is not None and (rank, submit.save) not in self.jobs.jobs:
+                self.take(ShardSealed(submit))
 
     def tick(self) -> None:
         """About once a second."""
@@ -158,16 +170,12 @@ class SimNode:
             self.take(Tick())
 
     def look_for_the_dead(self) -> None:
-        """What a dead rank had sealed counts, whether its last message came or not."""
+        """Ranks that have died since the last look."""
         for rank in self.jobs.living_ranks:
-            record = self.jobs.ranks[rank]
-            pid = record.hello.pid
+            pid = self.jobs.ranks[rank].hello.pid
             if self.world.lives(pid) or not self.is_up:
                 continue
-            seals = [self.shm.seal_of(rank, slot) for slot in range(len(record.slots))]
-            for submit in seals:
-                if self.is_up and submit is not None and (rank, submit.save) not in self.jobs.jobs:
-                    self.take(FromRank(record.peer, pid, submit))
+            self._find_sealed(rank)
             if self.is_up:
                 self.take(RankDied(rank, pid, "its process has ended"))
 

@@ -126,7 +126,7 @@ class Promises:
             other.step == save.step and order > at for other, order in self.published.items()
         )
         _check(
-            at is None or by_itself or replaced,
+            at is None or by_itself or replaced or kinds == {"AlreadyCommitted"},  # which is true
             f"rank {rank} was told {kinds} of {save}, which is committed",
         )
         record = self.of(save)

@@ -144,6 +144,22 @@ def test_a_rank_whose_plan_was_lost_while_another_has_staged_by_it_is_told_so(co
     assert (told_ranks[0].failures[0].kind, told_ranks[0].failures[0].rank) == ("PlanLost", 0)
 
 
+def test_nobody_needs_the_plan_of_a_save_that_is_committed(coordinator: Coordinator) -> None:
+    """A new process of rank 0 asks to plan what its predecessor has persisted, as storage says."""
+    mine = f"{OLD}-p{SAVE.seq + 1}"
+    for rank in (0, 1):
+        back(coordinator, rank)
+    coordinator.at(0, propose(SAVE))
+    coordinator.at(1, ShardStaged(SAVE, 1, mine, False, 2, DIRECTORY))
+    coordinator.persisted(SAVE, 1)
+    coordinator.do(ShardsListed(SAVE, (ListedShard(0, mine, False),), published=False))
+    assert of_type(coordinator.at(0, DecideCommit(SAVE, True)), Publish)
+    coordinator.do(Published(SAVE))
+    coordinator.now_s += PLAN_LOST_S
+    assert coordinator.do(Tick()) == []
+    assert state(coordinator) is CheckpointState.COMMITTED
+
+
 def test_nobody_opens_a_save_of_a_session_that_this_coordinator_has_begun_and_seen_end(
     coordinator: Coordinator,
 ) -> None:

@@ -53,6 +53,7 @@ class Sidecar:
     told: ToldCondition
     clock: FakeClock
     asked: list[tuple[int, int]] = field(default_factory=list)
+    sealed: list[int] = field(default_factory=list)
     given_up: CheckpointFailed | None = None
     saves: int = 0
 
@@ -66,13 +67,18 @@ class Sidecar:
         if self.given_up is not None:
             raise self.given_up
 
+    def seal(self, index: int) -> None:
+        """What is filled in is whole."""
+        request = RegionRequest(PLAN, 5, "wait", 60.0, 0, self.check, lambda *asked: self.asked.append(asked))
+        self.pool.seal(index, request, lambda: self.sealed.append(index), lambda: self.sealed.remove(index))
+
     def fill_all(self) -> list[RegionReady]:
         """Every slot is ready, taken and sealed."""
         taken = []
         for index in range(len(self.pool._slots)):
             self.pool.on_ready(ready(index))
             taken.append(self.pool.acquire(self.request(step=index)))
-            self.pool.seal(index)
+            self.seal(index)
         return taken
 
 
@@ -180,7 +186,7 @@ def test_freed_is_ignored_while_the_rank_fills_or_the_slot_is_free(one: Sidecar)
     one.pool.on_freed(0, 1, 1)
     one.pool.acquire(one.request())
     one.pool.on_freed(0, 1, 1)
-    one.pool.seal(0)  # it was being filled all the time
+    one.seal(0)  # it was being filled all the time
     assert one.pool.all_busy
 
 
@@ -189,7 +195,7 @@ def test_freed_of_an_earlier_save_does_not_free_what_was_sealed_since(one: Sidec
     one.fill_all()
     one.pool.on_freed(0, 1, 1)
     one.pool.acquire(one.request())
-    one.pool.seal(0)
+    one.seal(0)
     one.pool.on_freed(0, 1, 1)
     assert one.pool.all_busy
     one.pool.on_freed(0, 1, 2)
@@ -201,7 +207,7 @@ def test_a_region_that_is_said_again_changes_nothing(one: Sidecar) -> None:
     one.pool.on_ready(ready())
     one.pool.acquire(one.request())
     one.pool.on_ready(ready())
-    one.pool.seal(0)
+    one.seal(0)
     one.pool.on_ready(ready())
     assert one.pool.all_busy
 
@@ -211,7 +217,7 @@ def test_a_slot_is_held_for_the_save_that_it_was_sealed_for(two: Sidecar) -> Non
     two.pool.on_ready(ready(0))
     two.pool.acquire(two.request())
     assert not two.pool.holds(0, 1)  # still being filled
-    two.pool.seal(0)
+    two.seal(0)
     assert two.pool.holds(0, 1)
     assert not two.pool.holds(0, 2)
     assert not two.pool.holds(1, 1)
@@ -222,11 +228,11 @@ def test_a_slot_is_held_for_the_save_that_it_was_sealed_for(two: Sidecar) -> Non
 def test_only_what_is_being_filled_is_sealed_or_discarded(one: Sidecar) -> None:
     one.pool.on_ready(ready())
     with pytest.raises(RegionError, match="slot 0"):
-        one.pool.seal(0)
+        one.seal(0)
     one.pool.acquire(one.request())
-    one.pool.seal(0)
+    one.seal(0)
     with pytest.raises(RegionError, match="slot 0"):
-        one.pool.seal(0)
+        one.seal(0)
     one.pool.discard(0)
     assert one.pool.all_busy
 
@@ -307,11 +313,11 @@ def test_busy_means_that_every_slot_is_with_the_sidecar(two: Sidecar) -> None:
     two.pool.on_ready(ready(0))
     two.pool.on_ready(ready(1))
     two.pool.acquire(two.request())
-    two.pool.seal(0)
+    two.seal(0)
     assert not two.pool.all_busy
     two.pool.acquire(two.request())
     assert not two.pool.all_busy
-    two.pool.seal(1)
+    two.seal(1)
     assert two.pool.all_busy
 
 
@@ -340,7 +346,7 @@ def test_one_refused_slot_is_not_the_end_of_the_others(two: Sidecar, trainer: Th
     two.pool.on_refused(refused(1))
     two.pool.on_ready(ready(0))
     assert two.pool.acquire(two.request()) == ready(0)
-    two.pool.seal(0)
+    two.seal(0)
     future = waiting(two, trainer)
     two.pool.on_refused(refused(1))
     two.pool.on_freed(0, 1, 1)
@@ -389,7 +395,7 @@ def test_skip_does_not_wait_for_a_slot_that_is_refused(two: Sidecar, trainer: Th
     two.pool.on_refused(refused(1))
     two.pool.on_ready(ready(0))
     two.pool.acquire(two.request(step=1))
-    two.pool.seal(0)
+    two.seal(0)
     assert two.pool.all_busy
     future = waiting(two, trainer, lambda: two.pool.acquire(two.request("skip")))
     two.pool.on_refused(refused(1))
@@ -411,7 +417,7 @@ def test_a_slot_is_grown_while_it_stays_taken(one: Sidecar, trainer: ThreadPoolE
     assert one.asked == [(0, 9000)]
     one.pool.on_ready(ready(generation=2, capacity=9000))
     assert future.result(PATIENCE_S) == ready(generation=2, capacity=9000)
-    one.pool.seal(0)  # still this rank's
+    one.seal(0)  # still this rank's
 
 
 def test_an_answer_that_comes_at_once_is_not_missed(one: Sidecar) -> None:
@@ -538,9 +544,40 @@ def test_discarding_after_a_reset_does_nothing(one: Sidecar) -> None:
     assert one.pool.acquire(one.request()) == ready()
 
 
+def test_a_save_that_was_given_up_is_not_sealed(one: Sidecar) -> None:
+    take(one)
+    one.given_up = CheckpointFailed(5, [FailureReport("RankLate", "late")])
+    with pytest.raises(CheckpointFailed):
+        one.seal(0)
+    assert one.sealed == []
+    one.pool.discard(0)
+    assert not one.pool.all_busy
+
+
+def test_the_seal_of_a_save_that_is_given_up_later_is_broken_once(two: Sidecar) -> None:
+    """Its slot stays the sidecar's: it may be reading it."""
+    two.fill_all()
+    two.pool.break_seal(1)
+    two.pool.break_seal(1)
+    assert two.sealed == [1]
+    assert two.pool.all_busy
+    two.pool.on_freed(0, 1, 1)
+    two.pool.break_seal(1)
+    assert two.sealed == [1]
+
+
+def test_what_is_filled_anew_is_not_broken_for_the_save_before(one: Sidecar) -> None:
+    one.fill_all()
+    one.pool.on_freed(0, 1, 1)
+    take(one)
+    one.pool.break_seal(1)
+    one.seal(0)
+    assert one.sealed == [0, 0]
+
+
 def test_sealing_after_a_reset_is_refused(one: Sidecar) -> None:
     """What was filled in belongs to a file that nobody has any more."""
     take(one)
     one.pool.reset()
     with pytest.raises(RegionError, match="the sidecar was restarted while slot 0 was being filled"):
-        one.pool.seal(0)
+        one.seal(0)
