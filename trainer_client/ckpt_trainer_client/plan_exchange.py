@@ -100,18 +100,26 @@ class PlanExchange:
     def _next(self, save: SaveKey, deadline: float) -> FinalPlan | MakeGlobalPlan:
         with self._arrived:
             while True:
-                self._raise_if_aborted(save)
-                if self._final is not None and self._final.save == save:
-                    final, self._final = self._final, None
-                    return final
-                if self._to_make is not None and self._to_make.save == save:
-                    order, self._to_make = self._to_make, None
-                    return order
+                answer = self._at_hand(save)
+                if answer is not None:
+                    return answer
                 if not self._arrived.wait(deadline - time.monotonic()):
                     text = (
                         f"no plan for step {save.step} after {self._timeout_s:.0f} s: the coordinator does not answer"
                     )
                     raise CheckpointFailed(save.step, [FailureReport("PlanTimeout", text)])
+
+    def _at_hand(self, save: SaveKey) -> FinalPlan | MakeGlobalPlan | None:
+        """What has arrived for a save. A final plan counts also if the save was given up since: regions are prepared
+        for it already, and the next save must not fill them by an earlier one."""
+        if self._final is not None and self._final.save == save:
+            final, self._final = self._final, None
+            return final
+        self._raise_if_aborted(save)
+        if self._to_make is not None and self._to_make.save == save:
+            order, self._to_make = self._to_make, None
+            return order
+        return None
 
     def _make(self, save: SaveKey, state: PlanningState, order: MakeGlobalPlan) -> None:
         try:

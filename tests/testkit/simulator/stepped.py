@@ -58,14 +58,7 @@ class SteppedExchange(PlanExchange):
     def take(self, save: SaveKey) -> FinalPlan | MakeGlobalPlan | None:
         """One round of ``_next``: None if it would wait on."""
         with self._arrived:
-            self._raise_if_aborted(save)
-            if self._final is not None and self._final.save == save:
-                final, self._final = self._final, None
-                return final
-            if self._to_make is not None and self._to_make.save == save:
-                order, self._to_make = self._to_make, None
-                return order
-            return None
+            return self._at_hand(save)
 
 
 class _Inline:

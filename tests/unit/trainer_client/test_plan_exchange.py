@@ -148,6 +148,20 @@ def test_the_plan_may_come_while_it_is_waited_for() -> None:
         assert future.result(PATIENCE_S).items == final
 
 
+def test_a_plan_counts_also_if_its_save_was_given_up_since() -> None:
+    """The sidecar prepares regions for it: a next save that fills them by the plan before would be in its way."""
+    [final] = state_of({"a": 1}).global_plan([state_of({"a": 1}).local_plan()[0]])
+
+    def given_up_at_once(exchange: PlanExchange, message: Message) -> None:
+        exchange.on_message(FinalPlan(SAVE, PLAN_ID, final))
+        exchange.on_message(Aborted(SAVE, (REPORT,)))
+
+    coordinator = Coordinator(given_up_at_once)
+    assert coordinator.exchange_for(state_of({"a": 1})).plan_id == PLAN_ID
+    with pytest.raises(CheckpointFailed, match="it is gone"):
+        coordinator.exchange.raise_if_aborted(SAVE)
+
+
 def test_an_attempt_that_was_given_up_before_this_rank_began_it_is_not_begun() -> None:
     coordinator = Coordinator()
     coordinator.exchange.on_message(Aborted(SAVE, (REPORT,)))
