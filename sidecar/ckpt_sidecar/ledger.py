@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
-from ckpt_proto.checkpoint_layout import METADATA_NAME, checkpoint_id, manifest_name
-from ckpt_proto.codec import decode
+from ckpt_proto.checkpoint_layout import METADATA_NAME, checkpoint_id, data_file_name, manifest_name
+from ckpt_proto.codec import MAX_MESSAGE_BYTES, decode
 from ckpt_proto.errors import RemoteProtocolError, StorageError
 from ckpt_proto.identity import SaveKey
 from ckpt_proto.shard_manifest import ShardManifest
 from ckpt_sidecar.events import ListedShard, ListShards
 from ckpt_sidecar.metadata_file import MetadataUnreadable, read_metadata_file
+from ckpt_sidecar.regular_file import UnfitFile, read_regular_file
 
 
 def durable_shard(directory: str, rank: int, save: SaveKey) -> ShardManifest | None:
-    """The manifest of a rank's part of an attempt whose data file is there with its recorded length; None if it is not.
+    """The manifest of a rank's part of an attempt whose data file is there with its recorded length; None if it is not,
+    or if the manifest is none of that file.
 
     Raises:
         StorageError: the storage cannot be read.
     """
     where = Path(checkpoint_id(directory, save.step))
+    name = data_file_name(rank, save.save_id)
     try:
-        manifest = decode((where / manifest_name(rank, save.save_id)).read_bytes())
-        if not isinstance(manifest, ShardManifest) or (manifest.rank, manifest.save) != (rank, save):
-            return None
-        size = (where / manifest.file_name).stat().st_size
-    except (FileNotFoundError, NotADirectoryError, RemoteProtocolError):
+        frame, _ = read_regular_file(where / manifest_name(rank, save.save_id), MAX_MESSAGE_BYTES)
+        manifest = decode(frame)
+        found = os.lstat(where / name)
+    except (FileNotFoundError, UnfitFile, RemoteProtocolError):
         return None
-    except OSError as error:
+    except (OSError, StorageError) as error:
         raise StorageError(f"cannot look for the shard of rank {rank} in {where}: {error}") from error
-    return manifest if size == manifest.file_bytes else None
+    if not isinstance(manifest, ShardManifest):
+        return None
+    said = (manifest.rank, manifest.save, manifest.file_name, manifest.file_bytes)
+    return manifest if stat.S_ISREG(found.st_mode) and said == (rank, save, name, found.st_size) else None
 
 
 def is_published(directory: str, save: SaveKey) -> bool:

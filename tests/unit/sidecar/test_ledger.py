@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ckpt_proto.checkpoint_layout import checkpoint_id, data_file_name, manifest_name
-from ckpt_proto.codec import encode
+from ckpt_proto.codec import MAX_MESSAGE_BYTES, decode, encode
 from ckpt_proto.errors import StorageError
 from ckpt_proto.identity import SaveKey
 from ckpt_proto.messages import Heartbeat
@@ -84,6 +85,34 @@ def manifest_of_another_save(where: Path) -> None:
     (where / manifest_name(0, other.save_id)).replace(where / manifest_name(0, SAVE.save_id))
 
 
+def manifest_of_another_file(where: Path) -> None:
+    path = where / manifest_name(0, SAVE.save_id)
+    manifest = decode(path.read_bytes())
+    assert isinstance(manifest, ShardManifest)
+    (where / "elsewhere").write_bytes(b"\0" * NBYTES)
+    path.write_bytes(encode(replace(manifest, file_name="elsewhere")))
+
+
+def link_in_place_of_the_data_file(where: Path) -> None:
+    path = where / data_file_name(0, SAVE.save_id)
+    path.symlink_to(path.replace(where / "elsewhere"))
+
+
+def link_in_place_of_the_manifest(where: Path) -> None:
+    path = where / manifest_name(0, SAVE.save_id)
+    path.symlink_to(path.replace(where / "elsewhere"))
+
+
+def pipe_in_place_of_the_manifest(where: Path) -> None:
+    path = where / manifest_name(0, SAVE.save_id)
+    path.unlink()
+    os.mkfifo(path)  # to read it would wait for a writer for ever
+
+
+def manifest_larger_than_any_message(where: Path) -> None:
+    os.truncate(where / manifest_name(0, SAVE.save_id), MAX_MESSAGE_BYTES + 1)  # a hole; read, it would be memory
+
+
 SPOILED = [
     no_data_file,
     short_data_file,
@@ -92,6 +121,11 @@ SPOILED = [
     another_message,
     manifest_of_another_rank,
     manifest_of_another_save,
+    manifest_of_another_file,
+    link_in_place_of_the_data_file,
+    link_in_place_of_the_manifest,
+    pipe_in_place_of_the_manifest,
+    manifest_larger_than_any_message,
 ]
 
 
