@@ -4,6 +4,7 @@
                          __0_9f3ac1d2-3.manifest     its shard manifest
                          .metadata                   the table of contents; its presence is the commit
                          .metadata.5be1c09a.tmp      a manifest or .metadata before it has its name
+                .ckpt-sidecar-probe.5be1c09a         for a moment: whether the directory can be written
 
 Data files carry the attempt in their name, so a second attempt at a step never touches the bytes of the first.
 """
@@ -18,6 +19,7 @@ from ckpt_proto.identity import MAX_STEP
 METADATA_NAME = ".metadata"
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 _TEMPORARY = re.compile(r"(.+)\.[0-9a-f]{8}\.tmp")
+_PROBE = re.compile(r"\.ckpt-sidecar-probe\.[0-9a-f]{8}")
 _FILE = re.compile(r"__(0|[1-9][0-9]{0,6})_([0-9a-f]{8}-[0-9]{1,10})\.(distcp|manifest)")
 
 
@@ -65,3 +67,13 @@ def target_of(name: str) -> str | None:
     if match is None or not (match[1] == METADATA_NAME or attempt_of(match[1])):
         return None
     return match[1]
+
+
+def probe_name(token: str) -> str:
+    """Name of the file by which it is tried whether a directory can be written; ``token`` is eight hex digits."""
+    return f".ckpt-sidecar-probe.{token}"
+
+
+def is_probe(name: str) -> bool:
+    """Whether a file has such a name."""
+    return _PROBE.fullmatch(name) is not None

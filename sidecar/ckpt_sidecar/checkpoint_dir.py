@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 
-from ckpt_proto.checkpoint_layout import METADATA_NAME, step_of
+from ckpt_proto.checkpoint_layout import METADATA_NAME, probe_name, step_of
 from ckpt_proto.errors import StorageError
 from ckpt_sidecar.durable_fs import make_dirs
 
@@ -28,13 +29,14 @@ def open_directory(directory: str) -> tuple[int, ...]:
 
 
 def _try_writing(path: Path) -> None:
-    probe = path / f".ckpt-sidecar-probe.{secrets.token_hex(4)}"
+    probe = path / probe_name(secrets.token_hex(4))
     fd = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         os.write(fd, b"probe")
     finally:
         os.close(fd)
-        os.unlink(probe)
+        with suppress(FileNotFoundError):  # a recovery that takes everything for old may have removed it
+            os.unlink(probe)
 
 
 def committed_steps(path: Path) -> tuple[int, ...]:

@@ -86,9 +86,13 @@ def describe_report(report: RecoveryReport, *, dry_run: bool = False) -> str:
         findings: tuple[Finding, ...] = getattr(report, name)
         text = _WOULD_BE.get(name, outcome) if dry_run else outcome
         rows += [
-            (text, str(each.step), each.save_id or "-", readable_bytes(each.nbytes), each.reason) for each in findings
+            (text, _step(each), each.save_id or "-", readable_bytes(each.nbytes), each.reason) for each in findings
         ]
     if len(rows) == 1:
         return f"{report.directory}: nothing was left behind"
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS) - 1)]
     return "\n".join("  ".join([*map(str.ljust, row, widths), row[-1]]) for row in rows)
+
+
+def _step(finding: Finding) -> str:
+    return "-" if finding.step is None else str(finding.step)

@@ -13,11 +13,11 @@ import logging
 import math
 import os
 import stat
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckpt_proto.checkpoint_layout import METADATA_NAME, attempt_of, step_of
+from ckpt_proto.checkpoint_layout import METADATA_NAME, attempt_of, is_probe, step_of
 from ckpt_proto.errors import AlreadyCommitted, IncompleteCheckpoint, StorageError
 from ckpt_sidecar.compatibility import torch_mismatch
 from ckpt_sidecar.durable_fs import remove_files, sync_dir
@@ -32,10 +32,10 @@ PublishCheckpoint = Callable[[Publish], None]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was left behind, and what became of it. ``save_id`` is empty where it is of no attempt;
-    ``nbytes`` is the size of its files in bytes."""
+    """One thing that was left behind, and what became of it. ``step`` is None where it is of no step, ``save_id`` empty
+    where it is of no attempt; ``nbytes`` is the size of its files in bytes."""
 
-    step: int
+    step: int | None
     save_id: str
     nbytes: int
     reason: str
@@ -90,6 +90,7 @@ def recover_directory(
     recovery = _Recovery(root, Policy(reap_older_than_s, now_s, spare), publish or _publish, dry_run=dry_run)
     for step, name in sorted((step, name) for name in names if (step := step_of(name)) is not None):
         recovery.recover_step(root / name, step)
+    recovery.reap_probes(found_files(root, filter(is_probe, names)))
     return recovery.report()
 
 
@@ -145,6 +146,20 @@ class _Recovery:
         except Exception as error:  # one broken step must not stop the others
             logger.warning("step %d: %s", step, error, exc_info=logger.isEnabledFor(logging.DEBUG))
             self._problems.append(Finding(step, "", 0, str(error) or repr(error)))
+
+    def reap_probes(self, probes: Sequence[FoundFile]) -> None:
+        """Remove what sidecars left that were killed while they tried whether the directory can be written."""
+        for probe in probes:
+            said = Finding(None, "", probe.nbytes, f"temporary file {probe.name}")
+            if not self._policy.is_garbage([probe]):
+                self._left.append(said)
+                continue
+            try:
+                if not self._dry_run:
+                    remove_files([self._root / probe.name])
+                self._reaped.append(said)
+            except OSError as error:
+                self._problems.append(replace(said, reason=f"{said.reason} cannot be removed: {error}"))
 
     def _recover(self, path: Path, found: FoundStep) -> None:
         refused: dict[str, str] = {}

@@ -155,7 +155,7 @@ class StorageWork:
             now_s=time.time(),
         )
         for problem in report.problems:
-            logger.warning("step %d in %s: %s", problem.step, order.directory, problem.reason)
+            logger.warning("step %s in %s: %s", problem.step, order.directory, problem.reason)
 
     def _publish(self, order: Publish) -> None:
         self._closing.wait(order.delay_s)

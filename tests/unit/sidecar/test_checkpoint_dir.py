@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import re
+import time
 from pathlib import Path
 
 import pytest
 
 from ckpt_proto.errors import StorageError
 from ckpt_sidecar.checkpoint_dir import open_directory
+from ckpt_sidecar.recovery import recover_directory
 
 
 def commit(path: Path) -> None:
@@ -100,6 +102,20 @@ def test_a_full_directory_is_refused_and_the_probe_does_not_stay(
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(StorageError, match="full"):
         open_directory(str(tmp_path))
+    assert names(tmp_path) == []
+
+
+def test_a_probe_that_a_recovery_has_taken_for_old_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.write
+
+    def removed_meanwhile(fd: int, data: bytes) -> int:
+        recover_directory(tmp_path, reap_older_than_s=0.0, now_s=time.time() + 1.0)
+        return real(fd, data)
+
+    monkeypatch.setattr(os, "write", removed_meanwhile)
+    assert open_directory(str(tmp_path)) == ()
     assert names(tmp_path) == []
 
 

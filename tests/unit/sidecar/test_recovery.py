@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from ckpt_proto.messages import Heartbeat
 from ckpt_sidecar import durable_fs, step_survey
 from ckpt_sidecar.commit import publish_checkpoint, read_manifests
 from ckpt_sidecar.events import Publish
+from ckpt_sidecar.recover_command import describe_report
 from ckpt_sidecar.recovery import Finding, RecoveryReport, recover_directory
 from testkit.leaks import files_below
 from testkit.plans import persist_attempt, save_key, states_of_ranks
@@ -172,6 +174,27 @@ def test_a_finished_overwrite_by_a_living_save_would_have_been_the_same(tmp_path
     assert value_in(tmp_path, 5) == 2.0
 
 
+@pytest.mark.parametrize("removed", range(4))
+@pytest.mark.parametrize("ours", [True, False], ids=["the same job", "another job"])
+def test_what_a_killed_overwrite_has_not_removed_yet_goes_when_it_is_old(
+    tmp_path: Path, removed: int, ours: bool
+) -> None:
+    """Killed before any of the old files was removed, or in the middle of them, which have no order."""
+    old = persist(tmp_path, 1.0, save_key(seq=1) if ours else save_key(seq=9, session=THEIRS), overwrite=True)
+    publish_checkpoint(old)
+    publish_checkpoint(persist(tmp_path, 2.0, save_key(seq=2), overwrite=True), remove_superseded=False)
+    for path in sorted((tmp_path / "step-5").glob(f"*{old.save.save_id}.*"))[:removed]:
+        path.unlink()
+    before = contents(tmp_path)
+    report = recover(tmp_path)
+    assert (report.committed, report.reaped, set(reasons(report.left))) == ((), (), {(5, old.save.save_id)})
+    assert contents(tmp_path) == before
+    report = recover(tmp_path, later_s=LATER_S)
+    assert (report.committed, set(reasons(report.reaped))) == ((), {(5, old.save.save_id)})
+    assert len(files_below(tmp_path / "step-5")) == 5
+    assert value_in(tmp_path, 5) == 2.0
+
+
 def test_an_attempt_whose_name_begins_like_that_of_the_checkpoint_is_another(tmp_path: Path) -> None:
     persist(tmp_path, 1.0, save_key(seq=1))
     publish_checkpoint(persist(tmp_path, 2.0, save_key(seq=12)))
@@ -260,6 +283,29 @@ def test_temporary_files_and_empty_directories_go_when_they_are_old(tmp_path: Pa
     assert contents(tmp_path) == before
     assert recover(tmp_path, later_s=LATER_S) == RecoveryReport(str(tmp_path), reaped=tuple(found))
     assert contents(tmp_path) == done
+
+
+def test_what_a_sidecar_tried_the_directory_with_goes_when_it_is_old(tmp_path: Path) -> None:
+    publish_checkpoint(persist(tmp_path, 1.0, save_key(1)))
+    done = contents(tmp_path)
+    probe = tmp_path / ".ckpt-sidecar-probe.01234567"
+    probe.write_bytes(b"probe")
+    found = Finding(None, "", 5, f"temporary file {probe.name}")
+    assert recover(tmp_path) == RecoveryReport(str(tmp_path), left=(found,))
+    would_be = recover(tmp_path, later_s=LATER_S, dry_run=True)
+    assert probe.exists()
+    assert re.search(rf"would remove  - +- +5 B +temporary file {probe.name}", describe_report(would_be, dry_run=True))
+    assert recover(tmp_path, later_s=LATER_S) == would_be == RecoveryReport(str(tmp_path), reaped=(found,))
+    assert contents(tmp_path) == done
+
+
+def test_what_only_looks_like_a_probe_stays(tmp_path: Path) -> None:
+    (tmp_path / ".ckpt-sidecar-probe.0123456").write_bytes(b"precious")
+    (tmp_path / ".ckpt-sidecar-probe.76543210").mkdir()
+    (tmp_path / ".ckpt-sidecar-probe.01234567").symlink_to(tmp_path / ".ckpt-sidecar-probe.0123456")
+    before = files_below(tmp_path)
+    assert recover(tmp_path, later_s=LATER_S) == RecoveryReport(str(tmp_path))
+    assert files_below(tmp_path) == before
 
 
 def test_what_is_not_ours_by_name_stays_and_so_does_its_directory(tmp_path: Path) -> None:
