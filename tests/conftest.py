@@ -28,6 +28,13 @@ _LAUNCHER_PREFIXES = ("CKPT_SIDECAR_", "TORCHELASTIC_", "PET_")
 _OUTCOMES = pytest.StashKey[Outcomes]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What ``make faults ARGS=...`` may say."""
+    group = parser.getgroup("faults")
+    group.addoption("--outcomes", type=Path, metavar="FILE", help="write the table of outcomes there too, as Markdown")
+    group.addoption("--schedules", type=int, default=1_000_000, help="how many simulated jobs (%(default)s)")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Stock ``dcp.load`` warns where there is no process group."""
     config.addinivalue_line("filterwarnings", "ignore:torch.distributed is disabled:UserWarning")
@@ -36,16 +43,35 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Print what became of disturbed saves, if any test has told."""
-    lines = config.stash[_OUTCOMES].lines()
-    if lines:
+    told = config.stash[_OUTCOMES]
+    failed = {report.nodeid for end in ("failed", "error") for report in terminalreporter.getreports(end)}
+    if lines := told.lines(failed):
         terminalreporter.section("outcomes of faults")
         terminalreporter.write_line("\n".join(lines))
+    if (path := config.getoption("outcomes")) is not None:
+        path.write_text(told.markdown(failed))
 
 
 @pytest.fixture
-def outcomes(pytestconfig: pytest.Config) -> Outcomes:
+def outcomes(request: pytest.FixtureRequest) -> Outcomes:
     """Where a fault test tells what became of its saves; a table of all of them is printed at the end."""
-    return pytestconfig.stash[_OUTCOMES]
+    found = request.config.stash[_OUTCOMES]
+    found.test = request.node.nodeid
+    return found
+
+
+@pytest.fixture
+def tell(pytestconfig: pytest.Config) -> Callable[[str], None]:
+    """Prints a line at once, past pytest's capture: a test of many minutes says how far it is."""
+    reporter = pytestconfig.pluginmanager.getplugin("terminalreporter")
+    capture = pytestconfig.pluginmanager.getplugin("capturemanager")
+
+    def write(line: str) -> None:
+        with capture.global_and_fixture_disabled():
+            reporter.write_line(line)
+            reporter.flush()
+
+    return write
 
 
 @pytest.fixture(autouse=True)

@@ -26,6 +26,7 @@ from ckpt_proto.messages import Message, SubmitShard
 from ckpt_proto.region import Seal, seal_path
 from ckpt_proto.version import PROTOCOL_VERSION
 from testkit.mutations import GOOD_FRAMES, hostile_frame, mutate, playing, seeds
+from testkit.outcomes import Outcomes
 from testkit.protocol_values import EXAMPLES, REPEATABLE, SAVE, any_message
 
 GOLDEN = Path(__file__).resolve().parent.parent / "contract" / "golden" / "messages.hex"
@@ -76,12 +77,14 @@ def message_in(frame: bytes) -> Message | None:
 
 @pytest.mark.parametrize("count", [SHORT, LONG])
 @pytest.mark.parametrize("bases", [GOOD_FRAMES, golden_frames()], ids=["examples", "golden"])
-def test_a_hostile_frame_is_a_message_or_refused(bases: Sequence[bytes], count: int) -> None:
+def test_a_hostile_frame_is_a_message_or_refused(bases: Sequence[bytes], count: int, outcomes: Outcomes) -> None:
     taken = 0
-    for seed in seeds(count):
-        frame = hostile_frame(seed, bases)
-        with playing(seed, frame):
-            taken += message_in(frame) is not None
+    with outcomes.run("hostile frames at the codec", runs=0, unit="frames") as row:
+        for seed in seeds(count):
+            row.runs += 1
+            frame = hostile_frame(seed, bases)
+            with playing(seed, frame):
+                taken += message_in(frame) is not None
     assert count // 50 < taken < count // 2 or len(seeds(count)) == 1, f"{taken} of {count} frames were messages"
 
 
@@ -196,25 +199,34 @@ def read_seal(path: Path) -> bytes | None:
         seal.close()
 
 
+SUBMITS = [frame for frame in GOOD_FRAMES if isinstance(decode(frame), SubmitShard)]
+
+
+def hostile_seal(seed: int) -> bytes:
+    """The file of a seal that somebody has spoiled, in what it says or as a whole."""
+    rng = random.Random(seed)
+    content = bytearray(seal_bytes(mutate(rng.choice(SUBMITS), rng, GOOD_FRAMES)))
+    if rng.random() < 0.5:
+        at = rng.randrange(len(content))
+        content[at : at + rng.randrange(5)] = rng.randbytes(rng.randrange(5))
+    return bytes(content)
+
+
 @pytest.mark.parametrize("count", [2_000, pytest.param(20_000, marks=pytest.mark.faults)])
-def test_a_hostile_seal_holds_a_message_or_nothing(tmp_path: Path, count: int) -> None:
+def test_a_hostile_seal_holds_a_message_or_nothing(tmp_path: Path, count: int, outcomes: Outcomes) -> None:
     path = seal_path(tmp_path / "rank-0.slot-0.region")
     path.touch(0o600)
-    submits = [frame for frame in GOOD_FRAMES if isinstance(decode(frame), SubmitShard)]
     whole = 0
-    for seed in seeds(count):
-        rng = random.Random(seed)
-        record = mutate(rng.choice(submits), rng, GOOD_FRAMES)
-        content = bytearray(seal_bytes(record))
-        if rng.random() < 0.5:
-            at = rng.randrange(len(content))
-            content[at : at + rng.randrange(5)] = rng.randbytes(rng.randrange(5))
-        with playing(seed, content):
-            path.write_bytes(content)
-            found = read_seal(path)
-            if found is not None:
-                assert content.startswith(seal_bytes(found))
-                whole += message_in(found) is not None
+    with outcomes.run("hostile seals in shared memory", runs=0, unit="seals") as row:
+        for seed in seeds(count):
+            row.runs += 1
+            content = hostile_seal(seed)
+            with playing(seed, content):
+                path.write_bytes(content)
+                found = read_seal(path)
+                if found is not None:
+                    assert content.startswith(seal_bytes(found))
+                    whole += message_in(found) is not None
     assert whole or len(seeds(count)) == 1
 
 

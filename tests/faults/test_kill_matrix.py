@@ -240,8 +240,9 @@ def judge_scenario(
     scenario: Scenario, outcomes: Outcomes, run: Callable[[], tuple[list[str], str, Outcome]], nodes: int = 1
 ) -> None:
     """Run a scenario, count what came of it, and fail if that is not what it should be."""
-    victim = "sidecar" if scenario.kills_sidecar else "rank"
-    with outcomes.run(f"{victim} killed{', then every rank' if scenario.all_die else ''}; {nodes} node(s)") as row:
+    victim = "a sidecar" if scenario.kills_sidecar else "a rank"
+    others = ", then all ranks" if scenario.all_die else ""
+    with outcomes.run(f"{victim} killed{others}; {'one node' if nodes == 1 else 'two nodes'}") as row:
         unexpected, story, outcome = run()
         row.count(outcome)
     print(story)

@@ -65,22 +65,8 @@ def staged_by(records: Path, step: int) -> set[int]:
     }
 
 
-@pytest.mark.faults
-def test_what_was_staged_is_committed_when_the_whole_job_is_killed(
-    tmp_path: Path, shm_root: Path, processes: RankStarter, stock_ranks: RankStarter, outcomes: Outcomes
-) -> None:
-    directory, records, logs = (tmp_path / name for name in ("checkpoints", "records", "logs"))
-    for path in (directory, records, logs):
-        path.mkdir()
-    program = Program(str(directory), str(records), STRUCK + 2)
-    with launched(program, shm_root, tmp_path / "launcher.log") as launcher:
-        wait_until(lambda: staged_by(records, STRUCK) == set(range(WORLD_SIZE)), f"every rank has staged step {STRUCK}")
-        time.sleep(AFTER_STAGED_S)  # the moment that is tested
-        assert not (directory / f"step-{STRUCK}" / ".metadata").exists(), "the save was too quick to be struck"
-        kill_job(launcher, records, shm_root)
-    leaked = [Problem("leaked", line) for line in left_in(shm_root)]
-    print((tmp_path / "launcher.log").read_text())
-    node = Node(processes, shm_root, logs, range(WORLD_SIZE))
+def restart(node: Node, program: Program) -> None:
+    """The job's second life, to its end."""
     try:
         node.start_sidecar()
         node.start_ranks(train, WORLD_SIZE, program, 1, None, restarts=0)
@@ -89,14 +75,30 @@ def test_what_was_staged_is_committed_when_the_whole_job_is_killed(
         assert node.stop_sidecar() == 0
     finally:
         node.close()
-    outcome = judge(
-        directory,
-        read_records(records),
-        WORLD_SIZE,
-        lambda names: stock_ranks.run(load_each, 1, names)[0],
-        found=leaked,
-    )
+
+
+@pytest.mark.faults
+def test_what_was_staged_is_committed_when_the_whole_job_is_killed(
+    tmp_path: Path, shm_root: Path, processes: RankStarter, stock_ranks: RankStarter, outcomes: Outcomes
+) -> None:
+    directory, records, logs = (tmp_path / name for name in ("checkpoints", "records", "logs"))
+    for path in (directory, records, logs):
+        path.mkdir()
+    program = Program(str(directory), str(records), STRUCK + 2)
     with outcomes.run("ranks, torchrun and wrapper killed 50 ms after staged") as row:
+        with launched(program, shm_root, tmp_path / "launcher.log") as launcher:
+            every_rank = set(range(WORLD_SIZE))
+            wait_until(lambda: staged_by(records, STRUCK) == every_rank, f"every rank has staged step {STRUCK}")
+            time.sleep(AFTER_STAGED_S)  # the moment that is tested
+            assert not (directory / f"step-{STRUCK}" / ".metadata").exists(), "the save was too quick to be struck"
+            kill_job(launcher, records, shm_root)
+        leaked = [Problem("leaked", line) for line in left_in(shm_root)]
+        print((tmp_path / "launcher.log").read_text())
+        restart(Node(processes, shm_root, logs, range(WORLD_SIZE)), program)
+        entries = read_records(records)
+        outcome = judge(
+            directory, entries, WORLD_SIZE, lambda names: stock_ranks.run(load_each, 1, names)[0], found=leaked
+        )
         row.count(outcome)
     print(outcome)
     assert not outcome.problems

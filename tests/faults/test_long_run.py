@@ -175,6 +175,16 @@ def growth(samples: Sequence[Sample]) -> Sample:
     return Sample(*(median(name, last) - median(name, first) for name in ("rss_bytes", "descriptors", "shm_bytes")))
 
 
+def storm_over(node: Node, job: Job) -> tuple[int | None, list[Problem]]:
+    """Run the job to its end: the exit code of the last sidecar, and what must not be."""
+    try:
+        job.run()
+        code = node.stop_sidecar()
+        return code, [*job.problems, *(Problem("leaked", line) for line in left_in(node.shm_root))]
+    finally:
+        node.close()
+
+
 @pytest.mark.faults
 def test_many_saves_and_many_deaths(
     tmp_path: Path, shm_root: Path, processes: RankStarter, stock_ranks: RankStarter, outcomes: Outcomes
@@ -186,19 +196,15 @@ def test_many_saves_and_many_deaths(
         path.mkdir()
     program = Program(str(directory), str(records), SAVES, later_steps=None, elements=2_000, overlap=True)
     node = Node(processes, shm_root, logs, range(WORLD_SIZE))
-    try:
-        job = Job(node, program, Storm(seed))
-        job.run()
-        code = node.stop_sidecar()
-        found = [*job.problems, *(Problem("leaked", line) for line in left_in(shm_root))]
-    finally:
-        node.close()
-    outcome = judge(
-        directory, read_records(records), WORLD_SIZE, lambda names: stock_ranks.run(load_each, 1, names)[0], found=found
-    )
-    grown = growth(job.samples)
-    with outcomes.run("200 saves, random processes killed at random moments") as row:
+    job = Job(node, program, Storm(seed))
+    with outcomes.run(f"anything killed at random moments of {SAVES} saves") as row:
+        code, found = storm_over(node, job)
+        entries = read_records(records)
+        outcome = judge(
+            directory, entries, WORLD_SIZE, lambda names: stock_ranks.run(load_each, 1, names)[0], found=found
+        )
         row.count(outcome)
+    grown = growth(job.samples)
     print("\n".join([*job.story, str(outcome), f"{len(job.samples)} samples, grown by {grown}"]))
     assert code == 0
     assert not outcome.unexpected(A_KILLED_SIDECAR_MAY if node.deaths else frozenset(), job.in_flight)

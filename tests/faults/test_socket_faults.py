@@ -26,7 +26,7 @@ from ckpt_proto.runtime_dir import socket_path
 from ckpt_trainer_client import CheckpointClient
 from testkit.attackers import ATTACKS, begun, connected, dealer, hello, message_frame, shake_hands, stop
 from testkit.mutations import seeds
-from testkit.outcomes import Outcomes
+from testkit.outcomes import Outcome, Outcomes
 from testkit.ranks import RankStarter, RunningRanks
 from testkit.rogue_rank import rogue_rank
 from testkit.sidecars import Sidecar
@@ -64,9 +64,10 @@ def probe() -> str:
 
 @contextmanager
 def under_attack(
-    attack: Callable[[str, str, int], int], sidecar: Sidecar, folder: Path, ranks: RankStarter
+    attack: Callable[[str, str, int], int], sidecar: Sidecar, folder: Path, ranks: RankStarter, row: Outcome
 ) -> Iterator[None]:
-    """While this lasts ``ATTACKERS`` processes are at it; each must have attacked, and found nothing to complain of."""
+    """While this lasts ``ATTACKERS`` processes are at it; each must have attacked, and found nothing to complain of.
+    How often they did is counted as runs."""
     folder.mkdir()
     runs = [ranks.start(attack, 1, str(sidecar.directory), str(folder), seed) for seed in range(ATTACKERS)]
     try:
@@ -75,6 +76,7 @@ def under_attack(
     finally:
         stop(folder)
         attacks = [run.results()[0] for run in runs]
+    row.runs += sum(attacks)
     assert min(attacks) > 0
 
 
@@ -93,12 +95,12 @@ def test_a_healthy_client_goes_on_saving(
     attack: Callable[[str, str, int], int],
     saves: int,
 ) -> None:
-    scenario = outcomes.run(f"socket attacked: {attack.__name__}")
-    with CheckpointClient(tmp_path / "checkpoints") as client, scenario as outcome:
+    group = outcomes.run("the socket attacked while a client saves", runs=0, unit="attacks")
+    with CheckpointClient(tmp_path / "checkpoints") as client, group as outcome:
         client.save({"x": torch.zeros(1_000)}, step=0).result(LIMIT_S)
         before = size_of(sidecar.pid)
         largest = before.resident_bytes
-        with under_attack(attack, sidecar, tmp_path / "attackers", ranks):
+        with under_attack(attack, sidecar, tmp_path / "attackers", ranks, outcome):
             for step in range(1, saves + 1):
                 client.save({"x": torch.full((1_000,), float(step))}, step=step).result(LIMIT_S)
                 outcome.committed += 1
@@ -121,24 +123,26 @@ def test_a_healthy_client_goes_on_saving(
 
 @pytest.mark.parametrize("lives", [3, pytest.param(60, marks=pytest.mark.faults)])
 def test_a_rank_that_breaks_every_rule_harms_nobody_after_it(
-    tmp_path: Path, sidecar: Sidecar, ranks: RankStarter, lives: int
+    tmp_path: Path, sidecar: Sidecar, ranks: RankStarter, outcomes: Outcomes, lives: int
 ) -> None:
-    save_and_load(tmp_path / "before", sidecar)  # torch is imported, and the first regions are made
-    before = size_of(sidecar.pid)
-    for seed in seeds(lives):
-        rogue = ranks.start(rogue_rank, 1, str(sidecar.directory), str(tmp_path / "rogue"), seed)
-        assert rogue.exit_codes()[0] == (-signal.SIGKILL if seed % 3 == 1 else 0), f"seed {seed}: {rogue.text(0)}"
-        if seed % 3 != 1:
-            rogue.result_of(0)
-        if seed % 10 == 0:
-            save_and_load(tmp_path / f"good-{seed}", sidecar)
-    # A commit also makes history of what the rogues staged and could not be told about: the sidecar's exit code.
-    save_and_load(tmp_path / "after", sidecar)
+    with outcomes.run("a rank that breaks every rule, again and again", runs=0, unit="lives") as row:
+        row.committed += save_and_load(tmp_path / "before", sidecar)  # torch is imported, the first regions are made
+        before = size_of(sidecar.pid)
+        for seed in seeds(lives):
+            row.runs += 1
+            rogue = ranks.start(rogue_rank, 1, str(sidecar.directory), str(tmp_path / "rogue"), seed)
+            assert rogue.exit_codes()[0] == (-signal.SIGKILL if seed % 3 == 1 else 0), f"seed {seed}: {rogue.text(0)}"
+            if seed % 3 != 1:
+                rogue.result_of(0)
+            if seed % 10 == 0:
+                row.committed += save_and_load(tmp_path / f"good-{seed}", sidecar)
+        # A commit also makes history of what the rogues staged and could not be told about: the sidecar's exit code.
+        row.committed += save_and_load(tmp_path / "after", sidecar)
     assert size_of(sidecar.pid).resident_bytes - before.resident_bytes < GROWTH_BYTES
 
 
-def save_and_load(directory: Path, sidecar: Sidecar) -> None:
-    """A client in a directory of its own: what it saves is what it loads, and the probe is content."""
+def save_and_load(directory: Path, sidecar: Sidecar) -> int:
+    """A client in a directory of its own: what it saves is what it loads, and the probe is content. How many saves."""
     with CheckpointClient(directory) as client:
         for step in (1, 2):
             client.save({"x": torch.full((1_000,), float(step))}, step=step).result(LIMIT_S)
@@ -146,6 +150,7 @@ def save_and_load(directory: Path, sidecar: Sidecar) -> None:
         client.load(target, 2)
         assert bool((target["x"] == 2).all())
         assert "step 2" in probe()
+        return len(client.steps())
 
 
 # ---------------------------------------------------------------- limits

@@ -8,17 +8,37 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from ckpt_sidecar.peer_keys import write_new_keys
 from testkit.cluster import Cluster, cluster, together
+from testkit.outcomes import Outcomes
 
 NODE_TIMEOUT_S = 5.0
 
 
 @pytest.fixture
-def two_nodes(tmp_path: Path) -> Iterator[Cluster]:
-    with cluster(2, tmp_path, write_new_keys, "--node-timeout-s", str(NODE_TIMEOUT_S)) as made:
-        yield made
+def two_nodes(tmp_path: Path, outcomes: Outcomes) -> Iterator[Cluster]:
+    with outcomes.run("two nodes: cut off, killed, restarted") as row:
+        with cluster(2, tmp_path, write_new_keys, "--node-timeout-s", str(NODE_TIMEOUT_S)) as made:
+            yield made
+        for metadata in sorted(made.directory.glob("step-*/.metadata")):
+            row.committed += 1
+            row.torn += not is_whole(metadata.parent)
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Whether stock DCP reads every rank's part of that step."""
+    keys = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    try:
+        assert_holds(
+            checkpoint.parent,
+            int(checkpoint.name.removeprefix("step-")),
+            sum(key.startswith("weight.") for key in keys),
+        )
+    except (AssertionError, CheckpointException):
+        return False
+    return True
 
 
 def loaded(directory: Path, step: int, world_size: int = 4, elements: int = 1000) -> dict[str, torch.Tensor]:

@@ -6,16 +6,19 @@ A failing schedule prints its story; ``play(seed)`` plays it again, ``shorten`` 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import pytest
 
+from testkit.outcomes import Outcomes
 from testkit.simulator.schedules import Schedule, draw_schedule, fails, play, play_schedule, shorten
 
 SCHEDULES = 10_000
 BATCH = 1_000
-MANY = 1_000_000
+TOLD_BATCHES = 20
+GROUP = "simulated jobs of up to three nodes"
 
 
 def play_all(first: int, count: int) -> int:
@@ -24,19 +27,29 @@ def play_all(first: int, count: int) -> int:
 
 
 @pytest.mark.parametrize("first", range(0, SCHEDULES, BATCH))
-def test_schedules_drawn_from_seeds(first: int) -> None:
-    committed = play_all(first, BATCH)
-    print(f"{BATCH} schedules, {committed} commits")
+def test_schedules_drawn_from_seeds(first: int, outcomes: Outcomes) -> None:
+    with outcomes.run(GROUP, runs=BATCH, unit="schedules") as row:
+        committed = play_all(first, BATCH)
+        row.committed += committed
     assert committed > BATCH // 4, "the schedules have become too hostile to tell anything"
 
 
 @pytest.mark.faults
-def test_a_million_schedules() -> None:
-    """Some fifty minutes of one core, on all of them."""
-    batches = range(SCHEDULES, MANY, BATCH)
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork")) as pool:
-        committed = sum(pool.map(play_all, batches, [BATCH] * len(batches)))
-    print(f"{len(batches) * BATCH} schedules, {committed} commits")
+def test_a_million_schedules(pytestconfig: pytest.Config, outcomes: Outcomes, tell: Callable[[str], None]) -> None:
+    """Some fifty minutes of one core, on all of them; those after the ones that are always played. ``--schedules`` says
+    how many. Batches that have not begun when one fails are not played."""
+    count = pytestconfig.getoption("schedules")
+    firsts = range(SCHEDULES, SCHEDULES + count, BATCH)
+    counts = [min(BATCH, SCHEDULES + count - first) for first in firsts]
+    with (
+        outcomes.run(GROUP, runs=0, unit="schedules") as row,
+        ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork")) as pool,
+    ):
+        for batch, committed in enumerate(pool.map(play_all, firsts, counts)):
+            row.runs += counts[batch]
+            row.committed += committed
+            if batch % TOLD_BATCHES == TOLD_BATCHES - 1:
+                tell(f"{row.runs:,} of {count:,} schedules played, {row.committed:,} saves committed in them")
 
 
 def test_a_schedule_is_played_alike_every_time() -> None:
