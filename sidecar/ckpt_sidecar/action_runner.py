@@ -29,6 +29,7 @@ from ckpt_sidecar.events import (
     BreakSeal,
     CancelShard,
     Event,
+    FindCommit,
     FindShard,
     ListShards,
     OpenDirectory,
@@ -120,7 +121,15 @@ class ActionRunner:
                 self._cancel(rank, save)
             case BreakSeal(rank=rank, slot=slot):
                 break_seal(self._runtime_dir, rank, slot)
-            case RemoveShardFiles() | FindShard() | ListShards() | OpenDirectory() | Publish() | Withdraw():
+            case (
+                RemoveShardFiles()
+                | FindShard()
+                | FindCommit()
+                | ListShards()
+                | OpenDirectory()
+                | Publish()
+                | Withdraw()
+            ):
                 self._submit(self._commit, self._storage.run, action)
             case _:
                 raise AssertionError(f"nobody runs {action}")

@@ -18,6 +18,7 @@ from ckpt_sidecar.delivery import Local
 from ckpt_sidecar.events import (
     AtCoordinator,
     CoordinatorRefuses,
+    CoordinatorSilent,
     CoordinatorUp,
     Event,
     FromCoordinator,
@@ -33,6 +34,10 @@ logger = logging.getLogger(__name__)
 
 FORGET_S = 600.0
 """What is kept for a sidecar that serves no rank any more is dropped when it was silent for so long."""
+
+PATIENCE = 2
+"""How many times the node timeout a coordinator may be silent before ranks are told so: by then it has given up, or
+committed, what it waited for from this node."""
 
 Sockets = Callable[[list[zmq.Socket[bytes]]], None]
 
@@ -186,11 +191,19 @@ class Coordination:
     # ------------------------------------------------------------ time
 
     def tick(self, now_s: float) -> list[Event]:
-        """Once a second: pings, what was not acked is said again, silent nodes are told of."""
-        for client in self._clients.values():
-            client.tick(now_s)
-        if self._server is None:
-            return []
+        """Once a second: pings, what was not acked is said again, who is silent is told of."""
+        events = [event for client in self._clients.values() if (event := self._unheard(client, now_s)) is not None]
+        return [*events, *self._tick_server(now_s)] if self._server is not None else events
+
+    def _unheard(self, client: PeerClient, now_s: float) -> Event | None:
+        silent_s = client.tick(now_s).silent_s
+        sessions = self._routes.sessions_at(client.address)
+        if silent_s < self._node_timeout_s or not sessions:
+            return None
+        return CoordinatorSilent(client.address, sessions, silent_s, PATIENCE * self._node_timeout_s)
+
+    def _tick_server(self, now_s: float) -> list[Event]:
+        assert self._server is not None
         silences = self._server.tick(now_s)
         here = self._places.other_lives()
         for silence in silences:

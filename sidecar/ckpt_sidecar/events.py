@@ -159,6 +159,15 @@ class ShardMissing(Event):
 
 
 @dataclass(frozen=True)
+class CommitLookedFor(Event):
+    """Whether an attempt is published; also not if the storage cannot be read."""
+
+    rank: int
+    save: SaveKey
+    is_published: bool
+
+
+@dataclass(frozen=True)
 class ListedShard:
     """A durable shard of an attempt, as its manifest on storage says."""
 
@@ -237,6 +246,19 @@ class CoordinatorRefuses(Event):
     """The sidecar at the coordinator's address is of another job, or does not let this one in."""
 
     failure: FailureReport
+
+
+@dataclass(frozen=True)
+class CoordinatorSilent(Event):
+    """The coordinator of these sessions, on another node, was not heard of for ``silent_s``, longer than the bound.
+
+    ``patience_s`` is how long it may be silent before ranks are told that the end of their saves is in doubt.
+    """
+
+    address: str
+    sessions: frozenset[str]
+    silent_s: float
+    patience_s: float
 
 
 @dataclass(frozen=True)
@@ -330,6 +352,15 @@ class FindShard(Action):
     """Look whether a submission is still sealed, or on storage. Ends in ShardSealed, ShardFound or ShardMissing."""
 
     submit: SubmitShard
+    directory: str
+
+
+@dataclass(frozen=True)
+class FindCommit(Action):
+    """Look whether an attempt that a rank has a durable shard of is published. Ends in CommitLookedFor."""
+
+    rank: int
+    save: SaveKey
     directory: str
 
 

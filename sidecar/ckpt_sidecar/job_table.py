@@ -39,7 +39,9 @@ from ckpt_sidecar.adoption import adopted_records, adopted_writes, departures, s
 from ckpt_sidecar.events import (
     UNKNOWN_PID,
     Action,
+    CommitLookedFor,
     CoordinatorRefuses,
+    CoordinatorSilent,
     CoordinatorUp,
     Event,
     FoundRegion,
@@ -56,6 +58,7 @@ from ckpt_sidecar.events import (
 from ckpt_sidecar.rank_record import FIRST_BYTE_CAPACITY, RankRecord
 from ckpt_sidecar.shard_job import ShardBook
 from ckpt_sidecar.shard_table import ShardTable
+from ckpt_sidecar.unheard import UnheardEnds
 
 FOR_COORDINATOR: Final = (ProposePlan, GlobalPlan, ReportSkip, ReportFailure, DecideCommit, AskRestoreStep)
 """What a client may say to the coordinator; everything else is said by sidecars."""
@@ -84,6 +87,7 @@ class JobTable:
         self.draining = False
         self.ranks: dict[int, RankRecord] = {}
         self.shards = ShardTable(self.ranks, node, torch_version, retry_s)
+        self._unheard = UnheardEnds(self.ranks, self.shards, node)
 
     # ------------------------------------------------------------ questions
 
@@ -128,6 +132,11 @@ class JobTable:
                 return self.say_again()
             case CoordinatorRefuses(failure=failure):
                 return self._refuse_waiting(failure)
+            case CoordinatorSilent():
+                return self._unheard.coordinator_silent(event, now_s)
+            case CommitLookedFor(rank=rank):
+                found = self._unheard.looked_for(event)
+                return self._from_coordinator(rank, found) if found else []
         return self.shards.handle(event, now_s)
 
     def _from_rank(self, event: FromRank, now_s: float) -> list[Action]:

@@ -55,6 +55,10 @@ class CoordinatorRoutes:
         found = self._by_session.get(session_of(message), self._by_rank.get(rank, HERE))
         return HERE if found == self.served else found
 
+    def sessions_at(self, address: str) -> frozenset[str]:
+        """The sessions that are coordinated there, as far as they are remembered."""
+        return frozenset(session for session, place in self._by_session.items() if place == address)
+
 
 class RankPlaces:
     """The coordinator's view: at which sidecar (its life) which rank of which session is."""

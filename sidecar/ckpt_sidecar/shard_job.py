@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -24,7 +25,9 @@ class ShardJob:
     """One rank's part of one attempt. ``order`` is None if it was found on storage, written by an earlier sidecar.
 
     ``failed_s`` is when its first try failed; ``tries`` counts them. ``aborted`` and ``committed`` are how its attempt
-    has ended, as far as this node knows; ``failure`` is why it failed itself.
+    has ended, as far as this node knows; ``failure`` is why it failed itself. ``looked_s`` is when it was last looked
+    for its commit on storage, ``looking`` whether the answer is still to come, ``in_doubt`` whether the rank was told
+    that nobody here knows the end.
     """
 
     submit: SubmitShard
@@ -39,6 +42,9 @@ class ShardJob:
     world_size: int = 0
     tries: int = 0
     failed_s: float | None = None
+    looked_s: float = -math.inf
+    looking: bool = False
+    in_doubt: bool = False
 
     @classmethod
     def queued(cls, order: WriteShard, now_s: float) -> ShardJob:

@@ -18,9 +18,11 @@ from ckpt_proto.shard_manifest import ShardManifest
 from ckpt_sidecar.checkpoint_dir import committed_steps, open_directory
 from ckpt_sidecar.durable_fs import remove_files
 from ckpt_sidecar.events import (
+    CommitLookedFor,
     DirectoryOpened,
     DirectoryRefused,
     Event,
+    FindCommit,
     FindShard,
     ListShards,
     OpenDirectory,
@@ -52,7 +54,7 @@ LOOK_AGAIN_S = 1.0
 
 logger = logging.getLogger(__name__)
 
-StorageOrder = RemoveShardFiles | FindShard | ListShards | OpenDirectory | Publish | Withdraw
+StorageOrder = RemoveShardFiles | FindShard | FindCommit | ListShards | OpenDirectory | Publish | Withdraw
 
 
 class StorageWork:
@@ -75,6 +77,8 @@ class StorageWork:
                 self._remove(order)
             case FindShard():
                 self._find(order)
+            case FindCommit():
+                self._find_commit(order)
             case ListShards():
                 self._list(order)
             case OpenDirectory():
@@ -110,6 +114,14 @@ class StorageWork:
                 if not may_pass(error) or self._closing.wait(LOOK_AGAIN_S):
                     raise
         return look()
+
+    def _find_commit(self, order: FindCommit) -> None:
+        try:
+            published = is_published(order.directory, order.save)
+        except StorageError as error:
+            logged(error, f"looking whether step {order.save.step} is committed")
+            published = False
+        self._post(CommitLookedFor(order.rank, order.save, published))
 
     def _list(self, order: ListShards) -> None:
         try:

@@ -9,18 +9,22 @@ from typing import TYPE_CHECKING, Any
 from ckpt_proto.identity import SaveKey
 from ckpt_proto.messages import Goodbye, Hello, Message, Refused
 from ckpt_sidecar.checkpoint_table import CheckpointTable
+from ckpt_sidecar.coordination import PATIENCE
 from ckpt_sidecar.events import (
     Action,
     AtCoordinator,
     BreakSeal,
     CancelShard,
+    CoordinatorSilent,
     DirectoryOpened,
     DirectoryRefused,
     Event,
+    FindCommit,
     FindShard,
     FromCoordinator,
     FromRank,
     ListShards,
+    NodeSilent,
     OpenDirectory,
     PrepareRegion,
     Publish,
@@ -54,6 +58,7 @@ _FOR_COORDINATOR = (
     AtCoordinator,
     DirectoryOpened,
     DirectoryRefused,
+    NodeSilent,
     Published,
     PublishFailed,
     ShardsListed,
@@ -69,6 +74,7 @@ _LANES: dict[type[Action], tuple[str, Callable[[SimNode, Any], workers.Work]]] =
     RemoveShardFiles: ("commit", workers.remove),
     OpenDirectory: ("commit", workers.open_directory),
     FindShard: ("commit", workers.find),
+    FindCommit: ("commit", workers.find_commit),
     ListShards: ("commit", workers.list_shards),
     Publish: ("commit", workers.publish),
     Withdraw: ("commit", workers.withdraw),
@@ -76,6 +82,8 @@ _LANES: dict[type[Action], tuple[str, Callable[[SimNode, Any], workers.Work]]] =
 
 WRITERS = 2
 """Shards written at the same time by one sidecar."""
+
+NODE_TIMEOUT_S = 60.0
 
 NEVER = 1 << 60
 
@@ -119,6 +127,8 @@ class SimNode:
         self.writing: dict[int, tuple[int, int]] = {}
         self.preparing: dict[int, tuple[int, int]] = {}
         self.cancelled: set[tuple[int, SaveKey]] = set()
+        self.heard_s = self.world.now_s
+        self.heard_of: dict[int, float] = {}
         regions = self.shm.find(self.world.lives)
         if regions:
             self.take(RegionsFound(regions))
@@ -167,7 +177,35 @@ class SimNode:
         """About once a second."""
         self.look_for_the_dead()
         if self.is_up and self.checkpoints is not None:
+            self._look_for_the_silent()
             self.take(Tick())
+        elif self.is_up:
+            self._listen_for_the_coordinator()
+
+    def _listen_for_the_coordinator(self) -> None:
+        """``Coordination._unheard``."""
+        now_s = self.world.now_s
+        if self.hears(self.world.nodes[0]):
+            self.heard_s = now_s
+        sessions = frozenset(record.session for record in self.jobs.ranks.values() if record.session)
+        if now_s - self.heard_s >= NODE_TIMEOUT_S and sessions:
+            self.take(CoordinatorSilent("node-0:1", sessions, now_s - self.heard_s, PATIENCE * NODE_TIMEOUT_S))
+
+    def _look_for_the_silent(self) -> None:
+        """``Coordination._gave_up``."""
+        now_s = self.world.now_s
+        for node in self.world.nodes[1:]:
+            if self.hears(node):
+                self.heard_of[node.index] = now_s
+            silent_s = now_s - self.heard_of.setdefault(node.index, now_s)
+            ranks = tuple(rank for rank in self.world.current if self.world.node_of(rank) is node)
+            if silent_s >= NODE_TIMEOUT_S and ranks and self.is_up:
+                self.take(NodeSilent(node.name, ranks, silent_s))
+
+    def hears(self, node: SimNode) -> bool:
+        """Whether pings arrive from a node, one of the two being the coordinator."""
+        link = (node if self.index == 0 else self).link
+        return node.is_up and link.is_up and not link.is_cut
 
     def look_for_the_dead(self) -> None:
         """Ranks that have died since the last look."""

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from testkit.simulator.node import SimNode
     from testkit.simulator.world import World
 
-IN_DOUBT: Final = {"SidecarLost", "SessionEnded", "Refused", "PublishStalled"}
-"""Failures told by somebody who cannot know the end: a client without the coordinator, a coordinator without storage.
+IN_DOUBT: Final = {"SidecarLost", "SessionEnded", "Refused", "PublishStalled", "CoordinatorLost"}
+"""Failures told by somebody who cannot know the end: a client or node without the coordinator, a coordinator without
+storage.
 A handle must not stay open for ever, but nobody can promise that such a save is not committed all the same: what is
 sealed is no longer the client's to give up (a staged save is not lost with its trainer)."""
 

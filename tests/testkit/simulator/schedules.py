@@ -14,8 +14,9 @@ from typing import Any
 
 from ckpt_proto.errors import LocalProtocolError
 from ckpt_sidecar.checkpoint_table import DECIDE_TIMEOUT_S, PERSIST_TIMEOUT_S
+from ckpt_sidecar.coordination import PATIENCE
 from testkit.simulator.client import Wish
-from testkit.simulator.node import NEVER
+from testkit.simulator.node import NEVER, NODE_TIMEOUT_S
 from testkit.simulator.world import World
 from testkit.tables import STAGE_TIMEOUT_S
 
@@ -79,7 +80,7 @@ KINDS = 14
 def _happenings(draw: random.Random, nodes: int, ranks: int) -> tuple[Move, ...]:
     """One of each kind."""
     rank, node, lost = draw.randrange(ranks), draw.randrange(nodes), draw.randrange(12)
-    long_s = draw.choice((3.0, 16.0, 31.0, STAGE_TIMEOUT_S + 1))
+    long_s = draw.choice((3.0, 16.0, 31.0, NODE_TIMEOUT_S + 1, PATIENCE * NODE_TIMEOUT_S + 1, STAGE_TIMEOUT_S + 1))
     return (
         ("save", {"kind": draw.randrange(KINDS)}),
         ("save", {"kind": KINDS}),

@@ -21,8 +21,10 @@ from ckpt_proto.errors import (
 )
 from ckpt_proto.region_journal import RegionJournal
 from ckpt_sidecar.events import (
+    CommitLookedFor,
     DirectoryOpened,
     DirectoryRefused,
+    FindCommit,
     FindShard,
     ListedShard,
     ListShards,
@@ -194,6 +196,14 @@ def find(node: SimNode, order: FindShard) -> Work:
         node.post(ShardFound(submit, order.directory, 4096))
         return
     node.post(ShardMissing(submit, FailureReport("ShardLost", "neither sealed nor on storage")))
+
+
+def find_commit(node: SimNode, order: FindCommit) -> Work:
+    """``StorageWork._find_commit``."""
+    storage = node.world.storage
+    yield
+    readable = storage.trouble not in ("passes", "stays")
+    node.post(CommitLookedFor(order.rank, order.save, readable and storage.metadata.get(order.save.step) == order.save))
 
 
 def list_shards(node: SimNode, order: ListShards) -> Work:

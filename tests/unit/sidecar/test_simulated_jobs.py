@@ -13,7 +13,8 @@ from multiprocessing import get_context
 import pytest
 
 from testkit.outcomes import Outcomes
-from testkit.simulator.schedules import Schedule, draw_schedule, fails, play, play_schedule, shorten
+from testkit.simulator.node import NODE_TIMEOUT_S
+from testkit.simulator.schedules import Player, Schedule, draw_schedule, fails, play, play_schedule, shorten
 
 SCHEDULES = 10_000
 BATCH = 1_000
@@ -69,6 +70,46 @@ def test_a_staged_save_survives_sidecars_and_ranks_that_are_killed_at_once() -> 
     moves = (("save", {"kind": 99}), ("rest", {}), ("save", {"kind": 99}), ("until_staged", {}), ("rare", KILL_ALL))
     published = play_schedule(Schedule(2, 3, has_hooks=False, moves=moves)).world.promises.published
     assert [save.seq for save in published] == [0, 1]
+
+
+def cut_off_when_staged() -> Player:
+    """Two nodes with a rank each, cut off from each other; the second save is staged on both."""
+    player = Player(Schedule(2, 2, has_hooks=False, moves=()))
+    for _ in range(2):
+        player.rest()
+        player.save(99)
+        player.until_staged()
+    player.cut(1, cut=True)
+    return player
+
+
+def test_a_node_that_does_not_hear_the_coordinator_sees_on_storage_what_is_committed() -> None:
+    player = cut_off_when_staged()
+    player.rest()
+    promises = player.world.promises
+    assert len(promises.published) == 1
+    player.wait(NODE_TIMEOUT_S + 1)
+    player.rest()
+    assert len(promises.published) == 2
+    player.wait(NODE_TIMEOUT_S / 2)
+    player.rest()
+    assert list(promises.saves.values())[1].committed == {0, 1}
+
+
+def test_a_node_that_is_cut_off_does_not_wait_for_ever() -> None:
+    """Rank 1 lives there. What is in doubt is committed after all when the storage that hung goes on."""
+    player = cut_off_when_staged()
+    player.trouble("hangs")
+    for _ in range(2):
+        player.wait(NODE_TIMEOUT_S + 1)
+        player.rest()
+    promises = player.world.promises
+    told = list(promises.saves.values())[1].failed
+    assert {rank: kinds for rank, (kinds, *_) in told.items()} == {1: {"CoordinatorLost"}}
+    player.trouble("")
+    player.rest()
+    assert list(told) == [1]
+    assert len(promises.published) == 2
 
 
 KILL_ALL = {"kind": 3, "rank": 0, "node": 0, "lost": 0}
