@@ -19,7 +19,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from ckpt_proto.runtime_dir import job_dirs, lock_owner
-from ckpt_trainer_client import CheckpointClient, stager
+from ckpt_trainer_client import CheckpointClient, CheckpointFailed, stager
 from ckpt_trainer_client.region_pool import RegionPool, RegionRequest
 from testkit.forked_sidecars import ForkedSidecar
 from testkit.kill_points import KillOrder
@@ -136,6 +136,29 @@ def test_one_that_a_client_had_started_is_replaced_by_the_client(tmp_path: Path,
         assert own_sidecar(shm_root) != killed
         assert client.latest() == 2
     check([1, 2])
+
+
+# ---------------------------------------------------------------- stopped
+
+
+def test_a_sidecar_that_is_stopped_fails_saves_by_name_and_serves_on_when_it_goes_on(
+    tmp_path: Path, sidecar: ForkedSidecar, check: Check
+) -> None:
+    """It holds the job's lock, so no other can take its place. What a rank was told has failed is not committed."""
+    with CheckpointClient(tmp_path, slots=1, connect_timeout_s=4.0) as client:
+        client.save(state(1), step=1).result(LIMIT_S)
+        wait_until(lambda: sidecar.can_be_filled(1), "the region is free")
+        sidecar.pause()
+        staged = client.save(state(2), step=2)
+        assert staged.staged.done()
+        waiting = client.save(state(3), step=3)  # for the only region
+        for handle in (staged, waiting):
+            with pytest.raises(CheckpointFailed, match=r"has not answered for \d+ s.*SidecarSilent"):
+                handle.result(LIMIT_S)
+        sidecar.resume()
+        client.save(state(4), step=4).result(LIMIT_S)
+        assert client.latest() == 4
+    check([1, 4])
 
 
 # ---------------------------------------------------------------- while the rank is in save()

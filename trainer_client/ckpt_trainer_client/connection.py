@@ -53,7 +53,8 @@ from ckpt_trainer_client.questions import Questions
 from ckpt_trainer_client.region_pool import RegionPool
 from ckpt_trainer_client.saves_in_flight import SavesInFlight
 from ckpt_trainer_client.sidecar_link import SidecarLink
-from ckpt_trainer_client.sidecar_start import ensure_sidecar, sidecar_runs, start_sidecar
+from ckpt_trainer_client.sidecar_start import ensure_sidecar, sidecar_runs
+from ckpt_trainer_client.sidecar_watch import SidecarWatch
 from ckpt_trainer_client.unanswered import Unanswered
 
 logger = logging.getLogger(__name__)
@@ -62,9 +63,6 @@ ANSWER_TIMEOUT_S = 30.0
 
 HELLO_AGAIN_S = 5.0
 """A Hello after which the sidecar still does not know us for so long was lost with one that died."""
-
-SILENT_S = 3.0
-"""No answer to heartbeats for so long, and nobody holding the job's lock: the sidecar is dead."""
 
 
 class Connection:
@@ -75,6 +73,7 @@ class Connection:
         self._hooks = CommitHooks(pre, post)
         self._callbacks = CallbackThread()
         self._link = SidecarLink(config.runtime_dir, self._on_message, self._on_beat, self._on_link_failure)
+        self._watch = SidecarWatch(config, self._callbacks.submit, self._on_lost, self._on_served)
         self._decisions = CommitDecisions(self._hooks, self.send)
         self.questions = Questions(self.send)
         self._changed = threading.Condition()
@@ -82,7 +81,6 @@ class Connection:
         self._refused: Refused | None = None
         self._farewell = False
         self._torch_version = ""
-        self._starting = False
         self._closing = False
         self._hello_sent_s = -HELLO_AGAIN_S
         self._greeted = ""  # the sidecar that the last Hello was meant for, as far as known
@@ -212,6 +210,7 @@ class Connection:
     # ------------------------------------------------------------ arriving (thread ckpt-link)
 
     def _on_message(self, message: Message) -> None:
+        self._watch.heard()
         match message:
             case RegionReady():
                 self.pool.on_ready(message)
@@ -334,27 +333,23 @@ class Connection:
         self.saves.failed(message.save, message.failures, skipped=message.skipped)
 
     def _on_beat(self) -> None:
-        silent_s = time.monotonic() - self._link.heard_s
-        if silent_s < SILENT_S or sidecar_runs(self._config.runtime_dir):
-            return
-        if silent_s > self._config.connect_timeout_s:
-            self._fail_all("SidecarLost", f"no sidecar ran for {silent_s:.0f} s", "see the sidecar's log")
-        if not (self._starting or self._closing or self._config.supervised):
-            self._starting = True
-            self._callbacks.submit(self._restart_sidecar)
+        self._watch.beat(self._link.silent_s)
 
-    def _restart_sidecar(self) -> None:
-        try:
-            logger.warning("the sidecar of job %s has died: starting another", self._config.job_id)
-            start_sidecar(self._config.job_id, self._config.shm_root, self._config.connect_timeout_s)
-        finally:
-            self._starting = False
+    def _on_lost(self, failure: FailureReport) -> None:
+        """There is no sidecar, or none that answers: nothing that waits for it may wait on."""
+        self.pool.interrupt(failure.message)
+        self._fail_all(failure.kind, failure.message, failure.hint)
+
+    def _on_served(self) -> None:
+        if self._refused is None:
+            self.pool.interrupt("")
 
     # ------------------------------------------------------------ end
 
     def close(self) -> None:
         """Say goodbye and end both threads; a sidecar that is away is not waited for."""
         self._closing = True
+        self._watch.stop()
         self._link.send(Goodbye())
         if not self._await_farewell(time.monotonic() + ANSWER_TIMEOUT_S):
             logger.warning("closed without the sidecar's farewell: it is away")

@@ -50,7 +50,13 @@ class SidecarLink:
         self._sending = threading.Lock()
         self._stop = False
         self._beat = False
-        self.heard_s = time.monotonic()
+        self._asked_s: float | None = None  # when the oldest heartbeat was sent that has no answer
+
+    @property
+    def silent_s(self) -> float:
+        """For how many seconds the sidecar owes an answer. Not since it was heard: this process may have been stopped
+        itself."""
+        return time.monotonic() - self._asked_s if self._asked_s is not None else 0.0
 
     def start(self) -> None:
         """Connect (lazily: libzmq waits for the socket to appear) and start the thread."""
@@ -100,7 +106,7 @@ class SidecarLink:
                 self._clear_wake()
                 self._receive_all()
                 if self._beat and time.monotonic() >= next_beat_s:
-                    self._outgoing.append(encode(Heartbeat()))
+                    self._ask()
                     self._on_beat()
                 if time.monotonic() >= next_beat_s:
                     next_beat_s = time.monotonic() + HEARTBEAT_S
@@ -114,6 +120,12 @@ class SidecarLink:
             self._socket.close(linger=1000)
             self._context.term()
 
+    def _ask(self) -> None:
+        if not self._outgoing:  # else what waits there is answered too, and a sidecar that is away may be so for days
+            self._outgoing.append(encode(Heartbeat()))
+        if self._asked_s is None:
+            self._asked_s = time.monotonic()
+
     def _clear_wake(self) -> None:
         try:
             os.eventfd_read(self._wake_fd)
@@ -126,7 +138,7 @@ class SidecarLink:
                 frame = self._socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self.heard_s = time.monotonic()
+            self._asked_s = None
             try:
                 message = decode(frame.buffer)
             except RemoteProtocolError as error:

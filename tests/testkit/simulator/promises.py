@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from testkit.simulator.node import SimNode
     from testkit.simulator.world import World
 
-IN_DOUBT: Final = {"SidecarLost", "SessionEnded", "Refused", "PublishStalled", "CoordinatorLost"}
+IN_DOUBT: Final = {"SidecarLost", "SidecarSilent", "SessionEnded", "Refused", "PublishStalled", "CoordinatorLost"}
 """Failures told by somebody who cannot know the end: a client or node without the coordinator, a coordinator without
 storage.
 A handle must not stay open for ever, but nobody can promise that such a save is not committed all the same: what is

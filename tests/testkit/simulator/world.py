@@ -139,9 +139,9 @@ class World:
             client.leave()
 
     def give_up_sidecar(self, rank: int) -> None:
-        """A client without a sidecar has waited for as long as it wanted to."""
+        """A client without a sidecar, or with one that is stopped and goes on later, has waited for long enough."""
         client = self.current.get(rank)
-        if client is not None and client.alive and client.talk.is_welcome and not client.node.is_up:
+        if client is not None and client.alive and client.talk.is_welcome:
             client.talk.give_up_sidecar()
 
     def reconnect(self, rank: int, lost: int) -> None:
