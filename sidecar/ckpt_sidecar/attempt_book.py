@@ -60,6 +60,14 @@ class AttemptBook:
         """Whether an attempt of another session than ``token`` can still end in a commit."""
         return any(attempt.is_open and attempt.save.session != token for attempt in self.attempts.values())
 
+    @property
+    def in_hand(self) -> tuple[str, ...]:
+        """The save ids of attempts that only this coordinator may end: open ones, and those that it has given up, whose
+        files are being removed or must stay for a commit that may be under way."""
+        return tuple(
+            attempt.save.save_id for attempt in self.attempts.values() if attempt.state is not CheckpointState.COMMITTED
+        )
+
     def open_of(self, token: str) -> list[Attempt]:
         """The open attempts of a session."""
         return [attempt for attempt in self.attempts.values() if attempt.is_open and attempt.save.session == token]

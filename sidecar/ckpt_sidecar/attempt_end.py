@@ -6,7 +6,6 @@ What leads to an end is ``attempt_table``'s and ``attempt_watch``'s business.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final
 
 from ckpt_proto.checkpoint_layout import checkpoint_id
@@ -71,7 +70,7 @@ class AttemptEnd:
             if attempt.withdrawing_s is None:
                 actions += self._publishing_stalled(attempt, now_s, waited)
             else:
-                actions += self._end_in_doubt(attempt, now_s, f"{NOT_WITHDRAWN_HINT} ({waited})")
+                actions += self._end_in_doubt(attempt, now_s, waited)
         return actions
 
     # ------------------------------------------------------------ given up
@@ -121,13 +120,13 @@ class AttemptEnd:
         was_tried = attempt.publish_failed_s is not None  # the storage has had its time already
         if event.may_pass and not was_tried and now_s + AGAIN_S <= attempt.withdrawing_s + self._retry_s:
             return [Withdraw(attempt.save, attempt.directory, AGAIN_S)]
-        return self._end_in_doubt(attempt, now_s, f"{NOT_WITHDRAWN_HINT} ({event.failure.message})")
+        return self._end_in_doubt(attempt, now_s, event.failure.message)
 
-    def _end_in_doubt(self, attempt: Attempt, now_s: float, hint: str) -> list[Action]:
-        attempt.failures = tuple(
-            replace(failure, hint="; ".join(filter(None, (failure.hint, hint)))) for failure in attempt.failures
-        )
-        return self._end_aborted(attempt, now_s)
+    def _end_in_doubt(self, attempt: Attempt, now_s: float, why: str) -> list[Action]:
+        """What is complete on storage may be committed by whoever finds it, so no file of it may be removed either."""
+        text = f"step {attempt.save.step} is given up, and is still complete on storage: {why}"
+        attempt.failures = (*attempt.failures, FailureReport("NotWithdrawn", text, NOT_WITHDRAWN_HINT))
+        return self._end_aborted(attempt, now_s, files_stay=True)
 
     def _end_aborted(self, attempt: Attempt, now_s: float, *, files_stay: bool = False) -> list[Action]:
         """An attempt is given up; every rank is told."""

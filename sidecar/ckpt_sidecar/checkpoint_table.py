@@ -7,6 +7,7 @@ part is ``membership``'s business.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from ckpt_proto.identity import SaveKey
 from ckpt_proto.messages import (
@@ -28,6 +29,7 @@ from ckpt_sidecar.events import (
     DirectoryRefused,
     Event,
     NodeSilent,
+    OpenDirectory,
     Published,
     PublishFailed,
     ShardsListed,
@@ -105,7 +107,7 @@ class CheckpointTable:
             case NodeSilent():
                 return self._watch.node_silent(event, now_s)
             case Tick():
-                return [*self._members.sweeps(), *self._watch.tick(now_s)]
+                return [*self._sparing(self._members.sweeps()), *self._watch.tick(now_s)]
         return []
 
     def _from_rank(self, rank: int, message: Message, now_s: float) -> list[Action]:
@@ -113,7 +115,8 @@ class CheckpointTable:
             self._members.heard(rank, session_of(message))
         match message:
             case Hello():
-                return self._joined(self._members.hello(message), now_s)
+                actions, departures = self._members.hello(message)
+                return self._joined((self._sparing(actions), departures), now_s)
             case RankLeft():
                 departure = self._members.left(message)
                 self._members.remember_to_sweep(message)
@@ -122,6 +125,14 @@ class CheckpointTable:
                 return self._members.ask(rank, message, must_wait=self._end.earlier_life_is_busy())
         save: SaveKey | None = getattr(message, "save", None)
         return self._attempts.about(save, rank, message, now_s) if save is not None else []
+
+    def _sparing(self, actions: list[Action]) -> list[Action]:
+        """Whoever looks through a directory keeps away from attempts that are in hand here."""
+        in_hand = self._attempts.book.in_hand
+        return [
+            replace(action, spare=(*action.spare, *in_hand)) if isinstance(action, OpenDirectory) else action
+            for action in actions
+        ]
 
     def _joined(self, outcome: tuple[list[Action], list[Departure]], now_s: float) -> list[Action]:
         actions, departures = outcome

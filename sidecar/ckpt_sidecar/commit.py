@@ -12,6 +12,7 @@ import os
 import pickle
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,12 @@ def publish_checkpoint(order: Publish, *, remove_superseded: bool = True) -> Non
     check_complete(directory, manifests, order)
     metadata = build_metadata(manifests, str(directory))
     try:
-        publish(target, pickle.dumps(metadata, protocol=4), overwrite=order.overwrite)
+        publish(
+            target,
+            pickle.dumps(metadata, protocol=4),
+            overwrite=order.overwrite,
+            last_look=partial(_check_still_there, directory, order),
+        )
     except AlreadyCommitted:
         if not _is_published(target, order.save):
             raise
@@ -128,6 +134,20 @@ def read_manifests(directory: Path, save_id: str, world_size: int) -> list[Shard
     if missing:
         raise IncompleteCheckpoint(f"{directory}: attempt {save_id} has no shard manifest of ranks {missing[:20]}")
     return manifests
+
+
+def _check_still_there(directory: Path, order: Publish) -> None:
+    """Somebody who takes the attempt for given up removes manifests first, and looks for the commit before data files.
+
+    Raises:
+        IncompleteCheckpoint: a manifest has gone since it was read.
+        OSError: the directory cannot be read.
+    """
+    names = set(os.listdir(directory))
+    gone = [rank for rank in range(order.world_size) if manifest_name(rank, order.save.save_id) not in names]
+    if gone:
+        text = f"{directory}: the shard manifests of ranks {gone[:20]} were removed while attempt "
+        raise IncompleteCheckpoint(f"{text}{order.save.save_id} was published")
 
 
 def check_complete(directory: Path, manifests: Sequence[ShardManifest], order: Publish) -> None:

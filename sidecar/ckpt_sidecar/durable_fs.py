@@ -12,6 +12,7 @@ import errno
 import logging
 import os
 import secrets
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -64,8 +65,9 @@ class NotDurable(StorageError):
     """The new content is visible under its name, but a crash may still bring the old one back."""
 
 
-def publish(path: Path, content: bytes, *, overwrite: bool) -> None:
-    """Like :func:`write_file`, but the name appears only if it was free, unless ``overwrite``.
+def publish(path: Path, content: bytes, *, overwrite: bool, last_look: Callable[[], None] = lambda: None) -> None:
+    """Like :func:`write_file`, but the name appears only if it was free, unless ``overwrite``; ``last_look`` is called
+    just before, and may raise.
 
     Raises:
         AlreadyCommitted: somebody else has published ``path``; their file is untouched.
@@ -74,6 +76,7 @@ def publish(path: Path, content: bytes, *, overwrite: bool) -> None:
     """
     temporary = _write_temporary(path, content)
     try:
+        last_look()
         if overwrite:
             os.replace(temporary, path)
         else:

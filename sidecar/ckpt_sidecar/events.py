@@ -405,7 +405,8 @@ class OpenDirectory(Action):
     """Make and check a checkpoint directory, finish what an earlier job left. Ends in DirectoryOpened or
     DirectoryRefused.
 
-    Attempts of the sessions in ``spare`` are not touched: they are in flight.
+    Attempts of the sessions in ``spare`` are not touched: they are in flight. Nor are those whose save id is in it: the
+    coordinator has them in hand.
     """
 
     directory: str

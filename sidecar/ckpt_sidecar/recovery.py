@@ -73,7 +73,8 @@ def recover_directory(
     Called before a job's first save, and by ``ckpt-sidecar recover``. One broken step does not stop the others.
 
     Args:
-        spare: sessions whose attempts are in flight in a living job: they are left alone entirely.
+        spare: sessions whose attempts are in flight in a living job, and save ids of attempts that a coordinator has in
+            hand: they are left alone entirely.
         reap_older_than_s: what can never become a checkpoint is removed if nothing in it has changed for so long.
         now_s: the time, in seconds since the epoch.
         publish: carries out the commit order; by default ``publish_checkpoint``, which imports torch.
@@ -226,6 +227,9 @@ class _Recovery:
     def _remove(self, path: Path, attempt: FoundAttempt) -> None:
         names = [file.name for file in attempt.files]
         for kind in (".manifest", ".distcp"):
+            if is_named_in_metadata(path, attempt.save.save_id):
+                logger.error("step %d: attempt %s was committed while it was removed", attempt.save.step, names[0])
+                return
             remove_files([path / name for name in names if name.endswith(kind)])
         self._remove_if_empty(path)
         logger.info("step %d: files of attempt %s removed", attempt.save.step, attempt.save.save_id)

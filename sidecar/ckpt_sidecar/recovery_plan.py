@@ -85,12 +85,17 @@ class FoundStep:
 
 @dataclass(frozen=True)
 class Policy:
-    """``spare``: sessions of living jobs. What nothing has changed for ``reap_older_than_s`` seconds before ``now_s``
-    (since the epoch) is garbage, unless it can be finished."""
+    """``spare``: sessions of living jobs, and save ids of attempts that a coordinator has in hand. What nothing has
+    changed for ``reap_older_than_s`` seconds before ``now_s`` (since the epoch) is garbage, unless it can be finished.
+    """
 
     reap_older_than_s: float
     now_s: float
     spare: frozenset[str] = frozenset()
+
+    def spares(self, save: SaveKey) -> bool:
+        """Whether somebody else has an attempt in hand."""
+        return is_spared(save.save_id, self.spare)
 
     def age_s(self, files: Sequence[FoundFile]) -> float:
         """For how long none of them has changed."""
@@ -99,6 +104,11 @@ class Policy:
     def is_garbage(self, files: Sequence[FoundFile]) -> bool:
         """Whether none of them has changed for so long that nobody is still at it."""
         return self.age_s(files) >= self.reap_older_than_s
+
+
+def is_spared(save_id: str, spare: frozenset[str]) -> bool:
+    """Whether an attempt, or its whole session, is named in ``spare``."""
+    return save_id in spare or save_id.partition("-")[0] in spare
 
 
 class Fate(Enum):
@@ -139,7 +149,7 @@ def plan_step(found: FoundStep, policy: Policy, refused: Mapping[str, str] = Map
     why."""
     standing = [attempt for attempt in found.attempts if _is_committed(attempt, found.commit)]
     judged = [attempt for attempt in found.attempts if attempt not in standing]
-    free = [attempt for attempt in judged if attempt.save.session not in policy.spare]
+    free = [attempt for attempt in judged if not policy.spares(attempt.save)]
     sound = [attempt for attempt in free if not attempt.damage and attempt.save.save_id not in refused]
     able = [attempt for attempt in sound if not what_lacks(attempt) and _may_stand(attempt, found)]
     # A living job that is saving this step would find it committed by somebody else.
@@ -223,7 +233,7 @@ def _decide(
     winner: FoundAttempt | None,
 ) -> Decision:
     save_id = attempt.save.save_id
-    if attempt.save.session in policy.spare:
+    if policy.spares(attempt.save):
         return Decision(attempt, Fate.LEAVE, "in flight: its job lives")
     if attempt.damage or save_id in refused:
         return Decision(attempt, Fate.PROBLEM, attempt.damage or refused[save_id])
@@ -249,5 +259,5 @@ def _superseded(commit: FoundCommit | None, winner: FoundAttempt | None) -> str:
 
 def _is_stray(temporary: FoundFile, policy: Policy) -> bool:
     owner = attempt_of(target_of(temporary.name) or "")
-    is_spared = owner is not None and owner[1].partition("-")[0] in policy.spare
-    return not is_spared and policy.is_garbage([temporary])
+    spared = owner is not None and is_spared(owner[1], policy.spare)
+    return not spared and policy.is_garbage([temporary])

@@ -18,12 +18,12 @@ from ckpt_proto.errors import RemoteProtocolError, StorageError
 from ckpt_proto.identity import SaveKey, save_key_of
 from ckpt_proto.shard_manifest import ShardManifest
 from ckpt_sidecar.metadata_file import MAX_METADATA_BYTES, parse_metadata
-from ckpt_sidecar.recovery_plan import FoundAttempt, FoundCommit, FoundFile, FoundManifest, FoundStep
+from ckpt_sidecar.recovery_plan import FoundAttempt, FoundCommit, FoundFile, FoundManifest, FoundStep, is_spared
 from ckpt_sidecar.regular_file import read_regular_file
 
 
 def survey_step(path: Path, step: int, spare: frozenset[str] = frozenset()) -> FoundStep:
-    """What lies in the directory of ``step``. Manifests of ``spare`` sessions are not read.
+    """What lies in the directory of ``step``. Manifests of ``spare`` sessions and attempts are not read.
 
     Raises:
         OSError: the directory cannot be read.
@@ -121,7 +121,7 @@ def _survey_attempt(
     path: Path, save: SaveKey, members: list[tuple[str, int]], spare: frozenset[str], commit: FoundCommit | None
 ) -> FoundAttempt:
     attempt = FoundAttempt(save, found_files(path, (name for name, _ in members)))
-    if save.session in spare or (commit is not None and commit.save_id == save.save_id):
+    if is_spared(save.save_id, spare) or (commit is not None and commit.save_id == save.save_id):
         return attempt
     try:
         manifests = [

@@ -135,12 +135,14 @@ class StorageWork:
 
     def _remove(self, order: RemoveShardFiles) -> None:
         directory = Path(checkpoint_id(order.directory, order.save.step))
-        names = (manifest_name(order.rank, order.save.save_id), data_file_name(order.rank, order.save.save_id))
+        save_id = order.save.save_id
         try:
-            if is_named_in_metadata(directory, order.save.save_id):
-                logger.error("step %d is committed by attempt %s: its files stay", order.save.step, order.save.save_id)
-                return
-            remove_files([directory / name for name in names])
+            for name in (manifest_name(order.rank, save_id), data_file_name(order.rank, save_id)):
+                # Looked at anew: who publishes looks for the manifests last, so one of the two sees the other.
+                if is_named_in_metadata(directory, save_id):
+                    logger.error("step %d is committed by attempt %s: its files stay", order.save.step, save_id)
+                    return
+                remove_files([directory / name])
             if directory.is_dir() and not any(directory.iterdir()):
                 directory.rmdir()
         except (OSError, StorageError) as error:

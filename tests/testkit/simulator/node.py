@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt_proto.identity import SaveKey
-from ckpt_proto.messages import Goodbye, Hello, Message, Refused
+from ckpt_proto.messages import Aborted, Goodbye, Hello, Message, Refused
 from ckpt_sidecar.checkpoint_table import CheckpointTable
 from ckpt_sidecar.coordination import PATIENCE
 from ckpt_sidecar.events import (
@@ -273,6 +273,8 @@ class SimNode:
 
     def _to_rank(self, rank: int, message: Message) -> None:
         node = self.world.node_of(rank)
+        if isinstance(message, Aborted):
+            self.world.promises.given_up[message.save] = self.life
         if node is self:
             self._handle(FromCoordinator(rank, message))
         elif node.link.is_up:

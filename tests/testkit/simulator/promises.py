@@ -18,7 +18,15 @@ if TYPE_CHECKING:
     from testkit.simulator.node import SimNode
     from testkit.simulator.world import World
 
-IN_DOUBT: Final = {"SidecarLost", "SidecarSilent", "SessionEnded", "Refused", "PublishStalled", "CoordinatorLost"}
+IN_DOUBT: Final = {
+    "SidecarLost",
+    "SidecarSilent",
+    "SessionEnded",
+    "Refused",
+    "PublishStalled",
+    "NotWithdrawn",
+    "CoordinatorLost",
+}
 """Failures told by somebody who cannot know the end: a client or node without the coordinator, a coordinator without
 storage.
 A handle must not stay open for ever, but nobody can promise that such a save is not committed all the same: what is
@@ -56,6 +64,7 @@ class Promises:
         self.sessions: dict[str, int] = {}
         self.was_durable: set[Shard] = set()
         self.refused: set[int] = set()
+        self.given_up: dict[SaveKey, int] = {}  # the life of the coordinator that gave an attempt up
 
     def of(self, save: SaveKey) -> SaveRecord:
         """The record of an attempt."""
@@ -120,7 +129,7 @@ class Promises:
     def told_failed(self, rank: int, save: SaveKey, failures: Sequence[FailureReport]) -> None:
         """A handle says failed."""
         kinds = {failure.kind for failure in failures}
-        by_itself = kinds <= IN_DOUBT
+        by_itself = bool(kinds & IN_DOUBT)
         # Replaced by a later save of the same step before anybody was told: nothing is left that says it was there.
         at = self.published.get(save)
         replaced = at is not None and any(
@@ -132,7 +141,8 @@ class Promises:
         )
         record = self.of(save)
         world = self._world
-        record.failed[rank] = (kinds, world.current[rank].pid, world.nodes[0].life)
+        life = self.given_up.get(save, world.nodes[0].life)
+        record.failed[rank] = (kinds, world.current[rank].pid, life)
         if by_itself:
             record.spoiled.append(f"rank {rank} gave it up: {kinds}")
         self._world.tell(f"rank {rank} was told that {save} failed: {'; '.join(map(str, failures))}")
@@ -192,7 +202,7 @@ class Promises:
         """Whether somebody must know that a save was given up: not if that was in doubt, nor if both the
         client that was told and the coordinator that told it are dead. Then what is sealed or durable speaks."""
         world = self._world
-        return not kinds <= IN_DOUBT and (world.lives(pid) or world.nodes[0].life == life)
+        return not kinds & IN_DOUBT and (world.lives(pid) or world.nodes[0].life == life)
 
     # ------------------------------------------------------------ in the end
 

@@ -49,7 +49,15 @@ class Storage:
         self.files: dict[Shard, DataFile] = {}
         self.manifests: dict[Shard, Manifest] = {}
         self.metadata: dict[int, SaveKey] = {}
+        self.changed_s: dict[Shard, float] = {}
+        self.published_s: dict[SaveKey, float] = {}
         self.trouble = ""
+        self._changes = 0
+
+    def _clock(self) -> float:
+        """The time of a change: no two are alike."""
+        self._changes += 1
+        return self.now() + 1e-6 * self._changes
 
     def touch(self, save: SaveKey) -> None:
         """One access on behalf of a save.
@@ -77,11 +85,13 @@ class Storage:
         """A new data file, over one that may be there."""
         self.promises.files_change(shard, self)
         file = self.files[shard] = DataFile()
+        self.changed_s[shard] = self._clock()
         return file
 
     def describe(self, shard: Shard, manifest: Manifest) -> None:
         """The manifest of a data file that is durable."""
         self.manifests[shard] = manifest
+        self.changed_s[shard] = self._clock()
         self.promises.was_durable.add(shard)
 
     def remove(self, shard: Shard, part: str) -> None:
@@ -95,6 +105,7 @@ class Storage:
         """``.metadata`` of an attempt gets its name."""
         before = self.metadata.get(save.step)
         self.metadata[save.step] = save
+        self.published_s[save] = self._clock()
         self.promises.published_now(save, before, self)
 
     def superseded_by(self, save: SaveKey) -> list[Shard]:

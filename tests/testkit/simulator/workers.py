@@ -50,6 +50,7 @@ from ckpt_sidecar.events import (
     WriteShard,
 )
 from ckpt_sidecar.passing_errors import may_pass
+from testkit.simulator import recovery
 from testkit.simulator.shared_memory import Region
 from testkit.simulator.storage import Manifest
 from testkit.tables import ready_for
@@ -58,6 +59,8 @@ if TYPE_CHECKING:
     from testkit.simulator.node import SimNode
 
 Work = Iterator[None]
+
+SHARD_BYTES = 4096
 
 
 class Cancelled(CheckpointError):
@@ -118,7 +121,7 @@ def write(node: SimNode, order: WriteShard) -> Work:
         node.post(ShardBroken(*shard, report_of(error), may_pass(error)))
         return
     node.cancelled.discard(shard)
-    node.post(ShardDurable(*shard, 4096))
+    node.post(ShardDurable(*shard, SHARD_BYTES))
 
 
 def _region_of(node: SimNode, order: WriteShard) -> Region:
@@ -171,12 +174,13 @@ def remove(node: SimNode, order: RemoveShardFiles) -> Work:
 
 
 def open_directory(node: SimNode, order: OpenDirectory) -> Work:
-    """``checkpoint_dir.open_directory``."""
+    """``StorageWork._open``."""
     storage = node.world.storage
     yield
     if storage.trouble in ("passes", "stays"):
         node.post(DirectoryRefused(order.directory, FailureReport("StorageError", "simulated")))
         return
+    yield from recovery.recover(node, frozenset(order.spare))
     node.post(DirectoryOpened(order.directory, storage.steps()))
 
 
@@ -193,7 +197,7 @@ def find(node: SimNode, order: FindShard) -> Work:
         node.post(ShardMissing(submit, report_of(error)))
         return
     if storage.durable((submit.rank, submit.save)) is not None:
-        node.post(ShardFound(submit, order.directory, 4096))
+        node.post(ShardFound(submit, order.directory, SHARD_BYTES))
         return
     node.post(ShardMissing(submit, FailureReport("ShardLost", "neither sealed nor on storage")))
 
@@ -223,14 +227,15 @@ def list_shards(node: SimNode, order: ListShards) -> Work:
 def publish(node: SimNode, order: Publish) -> Work:
     """``commit.publish_checkpoint``."""
     try:
-        yield from _publish(node, order)
+        yield from publish_steps(node, order, remove_superseded=True)
     except CheckpointError as error:
         node.post(PublishFailed(order.save, report_of(error), may_pass(error)))
         return
     node.post(Published(order.save))
 
 
-def _publish(node: SimNode, order: Publish) -> Work:
+def publish_steps(node: SimNode, order: Publish, *, remove_superseded: bool) -> Work:
+    """What publishing does, one step at a time; raises what the real one raises."""
     storage, save = node.world.storage, order.save
     storage.touch(save)
     there = storage.metadata.get(save.step)
@@ -252,9 +257,11 @@ def _publish(node: SimNode, order: Publish) -> Work:
     if not order.overwrite and save.step in storage.metadata:
         node.world.promises.spoil(save, "the step is committed already")
         raise AlreadyCommitted(f"step {save.step}")
+    if any((rank, save) not in storage.manifests for rank in range(order.world_size)):
+        raise IncompleteCheckpoint("a manifest was removed meanwhile")
     storage.publish(save)
     yield
-    if order.overwrite:
+    if order.overwrite and remove_superseded:
         for shard in storage.superseded_by(save):
             for part in ("manifest", "data"):
                 storage.remove(shard, part)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ckpt_proto import region as region_files
+from ckpt_proto.checkpoint_layout import METADATA_NAME, data_file_name
 from ckpt_proto.codec import encode
 from ckpt_proto.messages import SubmitShard
 from ckpt_proto.plan_items import Plan
@@ -19,12 +20,14 @@ from ckpt_proto.region import Seal, region_path, seal_path
 from ckpt_sidecar import shard_writer, torch_work
 from ckpt_sidecar.action_runner import ActionRunner
 from ckpt_sidecar.data_file import DataFile
+from ckpt_sidecar.durable_fs import remove_files
 from ckpt_sidecar.events import (
     Action,
     CancelShard,
     DirectoryOpened,
     DirectoryRefused,
     Event,
+    FindCommit,
     OpenDirectory,
     PrepareRegion,
     Publish,
@@ -365,6 +368,28 @@ def test_files_are_removed_and_the_empty_directory_too(runner: ActionRunner, pos
     runner.run(OpenDirectory(str(checkpoints)))  # on the same thread: it comes after the removal
     posted.wait_for(3)
     assert list(checkpoints.iterdir()) == []
+
+
+def test_data_files_stay_if_the_commit_appears_while_they_are_removed(
+    runner: ActionRunner,
+    posted: Posted,
+    checkpoints: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    runner.run(staged(runner, posted, checkpoints))
+    posted.wait_for(2)
+
+    def publish_meanwhile(paths: list[Path]) -> None:
+        remove_files(paths)
+        (checkpoints / "step-5" / METADATA_NAME).write_bytes(save_key().save_id.encode())
+
+    monkeypatch.setattr("ckpt_sidecar.storage_work.remove_files", publish_meanwhile)
+    runner.run(RemoveShardFiles(0, save_key(), str(checkpoints)))
+    runner.run(FindCommit(0, save_key(), str(checkpoints)))  # on the same thread: it comes after the removal
+    posted.wait_for(3)
+    assert files_in(checkpoints) == [METADATA_NAME, data_file_name(0, save_key().save_id)]
+    assert "its files stay" in caplog.text
 
 
 def test_other_files_and_their_directory_stay(runner: ActionRunner, posted: Posted, checkpoints: Path) -> None:

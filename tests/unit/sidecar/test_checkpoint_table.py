@@ -697,17 +697,21 @@ def test_what_cannot_be_withdrawn_is_tried_again_and_then_told_with_what_may_com
         refused.now_s += AGAIN_S
         tries += 1
     assert tries * AGAIN_S == 30.0
-    failure = the_failure(actions)
-    assert failure.kind == "CommitVetoed"
-    assert "the next start may commit it (no room on /data)" in failure.hint
+    told_ranks = aborts(actions)
+    assert sorted(told_ranks) == [0, 1]
+    vetoed, doubt = told_ranks[1].failures
+    assert (vetoed.kind, doubt.kind) == ("CommitVetoed", "NotWithdrawn")
+    assert "is still complete on storage: no room on /data" in doubt.message
+    assert told_ranks[1].files_stay  # or a commit of them that has begun somewhere would be torn
 
 
 def test_a_storage_that_hangs_does_not_hold_a_veto_back_for_ever(refused: Coordinator) -> None:
     refused.now_s += STALL_S
     assert refused.do(Tick()) == []
     refused.now_s += 1
-    failure = the_failure(refused.do(Tick()))
-    assert "the next start may commit it (the storage has not answered for 601 s)" in failure.hint
+    told_ranks = aborts(refused.do(Tick()))
+    assert sorted(told_ranks) == [0, 1]
+    assert "is still complete on storage: the storage has not answered for 601 s" in told_ranks[0].failures[1].message
     assert refused.do(Withdrawn(SAVE)) == []
 
 
@@ -962,3 +966,14 @@ def test_a_rank_that_waits_for_the_plans_of_others_is_not_the_late_one(two: Coor
     two.now_s += STAGE_TIMEOUT_S + 1
     (failure,) = aborts(two.do(Tick()))[0].failures
     assert failure.message.startswith("rank 1 on node-1 has not staged step 100")
+
+
+def test_who_looks_through_the_directory_keeps_away_from_what_is_in_hand(two: Coordinator) -> None:
+    """An elastic restart opens the directory anew while an attempt of the life before is being published, or has been
+    given up while its files are still there."""
+    two.committed(SAVE, 2)
+    two.complete(key(1), 2)
+    two.staged(key(2), 0, 1)
+    two.at(0, ReportFailure(key(2), FAILURE))
+    (order,) = of_type(two.at(0, hello(0, 2, pid=77, incarnation=1)), OpenDirectory)
+    assert order.spare == (key(1).save_id, key(2).save_id)

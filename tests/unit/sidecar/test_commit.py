@@ -7,7 +7,7 @@ import io
 import os
 import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -231,6 +231,20 @@ def test_missing_manifests_are_named_by_rank(attempt: Publish) -> None:
     for rank in (0, 2):
         (directory_of(attempt) / manifest_name(rank, attempt.save.save_id)).unlink()
     refused(attempt, rf"attempt {attempt.save.save_id} has no shard manifest of ranks \[0, 2\]")
+
+
+def test_an_attempt_whose_removal_begins_while_it_is_published_is_refused(
+    attempt: Publish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever removes it looks for the commit once more before the data files go: one of the two sees the other."""
+    gone = directory_of(attempt) / manifest_name(2, attempt.save.save_id)
+
+    def built_meanwhile(manifests: Sequence[ShardManifest], where: str) -> Metadata:
+        gone.unlink()
+        return build_metadata(manifests, where)
+
+    monkeypatch.setattr("ckpt_sidecar.commit.build_metadata", built_meanwhile)
+    refused(attempt, r"the shard manifests of ranks \[2\] were removed while")
 
 
 def test_an_attempt_without_any_file_is_refused(tmp_path: Path) -> None:

@@ -339,6 +339,15 @@ def test_a_living_jobs_attempts_are_left_alone(tmp_path: Path) -> None:
     assert {name: content for name, content in contents(tmp_path).items() if "step-3" not in name} == before
 
 
+def test_single_attempts_that_a_coordinator_has_in_hand_are_left_alone(tmp_path: Path) -> None:
+    in_hand, left = save_key(1, 1, THEIRS), save_key(2, 2, THEIRS)
+    for save in (in_hand, left):
+        persist(tmp_path, 1.0, save)
+    report = recover(tmp_path, later_s=LATER_S, spare=frozenset({in_hand.save_id}))
+    assert [finding.step for finding in report.committed] == [2]
+    assert [finding.reason for finding in report.left] == ["in flight: its job lives"]
+
+
 def test_an_attempt_that_changes_while_it_is_looked_at_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order = without_manifest(tmp_path, save_key())
     real = step_survey.attempt_files
