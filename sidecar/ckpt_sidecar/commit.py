@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from ckpt_proto.checkpoint_layout import METADATA_NAME, attempt_of, checkpoint_id, manifest_name
 from ckpt_proto.codec import MAX_MESSAGE_BYTES, decode
 from ckpt_proto.errors import AlreadyCommitted, IncompleteCheckpoint, RemoteProtocolError, StorageError
-from ckpt_proto.identity import SaveKey
+from ckpt_proto.identity import SaveKey, save_key_of
 from ckpt_proto.plan_items import ItemKind, PlanItem
 from ckpt_proto.shard_manifest import ShardManifest
 from ckpt_sidecar.durable_fs import NotDurable, publish, remove_files, sync_dir
@@ -64,8 +64,7 @@ def publish_checkpoint(order: Publish, *, remove_superseded: bool = True) -> Non
     if _is_published(target, order.save):
         _try_to_sync(directory)
         return
-    if target.exists() and not order.overwrite:
-        raise AlreadyCommitted(f"step {order.save.step} is committed already in {directory}")
+    _check_free(target, order)
     manifests = read_manifests(directory, order.save.save_id, order.world_size)
     check_complete(directory, manifests, order)
     metadata = build_metadata(manifests, str(directory))
@@ -74,7 +73,7 @@ def publish_checkpoint(order: Publish, *, remove_superseded: bool = True) -> Non
             target,
             pickle.dumps(metadata, protocol=4),
             overwrite=order.overwrite,
-            last_look=partial(_check_still_there, directory, order),
+            last_look=partial(_look_once_more, directory, order),
         )
     except AlreadyCommitted:
         if not _is_published(target, order.save):
@@ -91,13 +90,7 @@ def publish_checkpoint(order: Publish, *, remove_superseded: bool = True) -> Non
 
 def _is_published(target: Path, save: SaveKey) -> bool:
     """Whether the attempt's ``.metadata`` is there: who published it may have been killed before telling anybody."""
-    try:
-        return read_metadata_file(target).save_id == save.save_id
-    except FileNotFoundError:
-        return False
-    except StorageError as error:
-        logger.warning("taken for somebody else's: %s", error)
-        return False
+    return _save_id_in(target) == save.save_id
 
 
 def _try_to_sync(directory: Path) -> None:
@@ -134,6 +127,40 @@ def read_manifests(directory: Path, save_id: str, world_size: int) -> list[Shard
     if missing:
         raise IncompleteCheckpoint(f"{directory}: attempt {save_id} has no shard manifest of ranks {missing[:20]}")
     return manifests
+
+
+def _look_once_more(directory: Path, order: Publish) -> None:
+    _check_still_there(directory, order)
+    if order.overwrite:
+        _check_free(directory / METADATA_NAME, order)
+
+
+def _check_free(target: Path, order: Publish) -> None:
+    """Whether the attempt may have the name: free, or to be overwritten, but never by an earlier save of one session,
+    which a coordinator may take up when another process has committed the later one from the directory.
+
+    Raises:
+        AlreadyCommitted: it may not.
+    """
+    if not target.exists():
+        return
+    save, text = order.save, f"step {order.save.step} is committed already in {target.parent}"
+    if not order.overwrite:
+        raise AlreadyCommitted(text)
+    by = save_key_of(_save_id_in(target), save.step)
+    if by is not None and by.session == save.session and by.seq > save.seq:
+        raise AlreadyCommitted(f"{text} by a later save, {by.save_id}")
+
+
+def _save_id_in(target: Path) -> str:
+    """The save id in a ``.metadata``; empty if there is none, or none that can be read."""
+    try:
+        return read_metadata_file(target).save_id
+    except FileNotFoundError:
+        return ""
+    except StorageError as error:
+        logger.warning("taken for somebody else's: %s", error)
+        return ""
 
 
 def _check_still_there(directory: Path, order: Publish) -> None:

@@ -241,9 +241,7 @@ def publish_steps(node: SimNode, order: Publish, *, remove_superseded: bool) -> 
     there = storage.metadata.get(save.step)
     if there == save:
         return
-    if there is not None and not order.overwrite:
-        node.world.promises.spoil(save, "the step is committed already")
-        raise AlreadyCommitted(f"step {save.step}")
+    _check_free(node, order)
     for rank in range(order.world_size):
         manifest = storage.durable((rank, save))
         if manifest is None:
@@ -254,9 +252,7 @@ def publish_steps(node: SimNode, order: Publish, *, remove_superseded: bool) -> 
             raise IncompleteCheckpoint(f"the shard of rank {rank} has {manifest.entries} entries")
     yield
     storage.touch(save)
-    if not order.overwrite and save.step in storage.metadata:
-        node.world.promises.spoil(save, "the step is committed already")
-        raise AlreadyCommitted(f"step {save.step}")
+    _check_free(node, order)
     if any((rank, save) not in storage.manifests for rank in range(order.world_size)):
         raise IncompleteCheckpoint("a manifest was removed meanwhile")
     storage.publish(save)
@@ -266,6 +262,16 @@ def publish_steps(node: SimNode, order: Publish, *, remove_superseded: bool) -> 
             for part in ("manifest", "data"):
                 storage.remove(shard, part)
             yield
+
+
+def _check_free(node: SimNode, order: Publish) -> None:
+    there, save = node.world.storage.metadata.get(order.save.step), order.save
+    if there is None:
+        return
+    is_later = there.session == save.session and there.seq > save.seq
+    if is_later or not order.overwrite:
+        node.world.promises.spoil(save, "the step is committed already")
+        raise AlreadyCommitted(f"step {save.step}")
 
 
 def withdraw(node: SimNode, order: Withdraw) -> Work:

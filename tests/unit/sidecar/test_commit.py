@@ -547,6 +547,25 @@ def test_files_of_a_later_attempt_of_the_session_stay(tmp_path: Path) -> None:
     assert names_in(order) == {METADATA_NAME, *files_of(later)}
 
 
+def test_an_earlier_save_of_a_session_never_replaces_a_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coordinator has taken up both; the later one is committed from the directory meanwhile, by another process."""
+    first = persist_attempt(tmp_path, [{"a": 1}], save_key(seq=9), overwrite=True)
+    later = persist_attempt(tmp_path, [{"a": 2}], save_key(seq=12), overwrite=True)
+
+    def built_meanwhile(manifests: Sequence[ShardManifest], where: str) -> Metadata:
+        monkeypatch.setattr("ckpt_sidecar.commit.build_metadata", build_metadata)
+        publish_checkpoint(later, remove_superseded=False)
+        return build_metadata(manifests, where)
+
+    monkeypatch.setattr("ckpt_sidecar.commit.build_metadata", built_meanwhile)
+    for _ in range(2):
+        with pytest.raises(AlreadyCommitted, match=f"by a later save, {later.save.save_id}"):
+            publish_checkpoint(first)
+    assert names_in(later) == {METADATA_NAME, *files_of(first), *files_of(later)}
+
+
 def test_files_that_are_not_ours_stay(tmp_path: Path) -> None:
     order = persist_attempt(tmp_path, [{"a": 1}], overwrite=True)
     foreign = {"__0_0.distcp", "notes.txt", "__x.manifest", "__0_0a1b2c3d-0.distcp.bak"}
