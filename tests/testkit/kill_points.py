@@ -22,6 +22,9 @@ BEFORE, AFTER, HALFWAY = "before", "after", "halfway"
 LAST_WORDS: Final = "killed by itself at the point"
 """What a process writes to its log before it dies at its point."""
 
+LAST_WORDS_BEFORE_A_STOP: Final = "stopped by itself at the point"
+"""What it writes if it only stops there."""
+
 
 class KillPointGone(AssertionError):
     """The code of a point has moved; the text says what was looked for and where."""
@@ -47,11 +50,13 @@ class KillPoint:
 
 @dataclass(frozen=True)
 class KillOrder:
-    """Die at the ``nth`` passing of ``point``; ``rank`` is whom it is for, None for a sidecar."""
+    """Die at the ``nth`` passing of ``point``; ``rank`` is whom it is for, None for a sidecar. With ``stops`` it does
+    not die there but stops, until SIGCONT."""
 
     point: str
     nth: int = 1
     rank: int | None = None
+    stops: bool = False
 
 
 def _is_first_window(file: Any, view: memoryview, offset: int) -> bool:
@@ -206,5 +211,6 @@ def _is_about(about: str, values: tuple[Any, ...]) -> bool:
 
 
 def _die(order: KillOrder) -> None:
-    os.write(2, f"{LAST_WORDS} {order.point!r} ({order.nth})\n".encode())
-    os.kill(os.getpid(), signal.SIGKILL)
+    words = LAST_WORDS_BEFORE_A_STOP if order.stops else LAST_WORDS
+    os.write(2, f"{words} {order.point!r} ({order.nth})\n".encode())
+    os.kill(os.getpid(), signal.SIGSTOP if order.stops else signal.SIGKILL)

@@ -15,6 +15,7 @@ from typing import Any
 
 from ckpt_proto.process import process_start_s
 from ckpt_proto.runtime_dir import runtime_dir
+from testkit.finisher import ENVIRONMENT, arm_finishers
 from testkit.kill_points import LAST_WORDS, KillOrder, arm, set_constants
 from testkit.ranks import RankStarter, RunningRanks
 from testkit.waiting import LIMIT_S, wait_until
@@ -22,13 +23,22 @@ from testkit.waiting import LIMIT_S, wait_until
 READY = "READY\n"
 
 
-def serve(arguments: Sequence[str], ready: str, constants: Mapping[str, Any], order: KillOrder | None) -> int:
-    """Process code: a sidecar that perhaps dies at a point. Returns its exit code."""
+def serve(
+    arguments: Sequence[str],
+    ready: str,
+    constants: Mapping[str, Any],
+    order: KillOrder | None,
+    finishers: KillOrder | None = None,
+) -> int:
+    """Process code: a sidecar that perhaps dies at a point, or those that it starts for dead jobs. Returns its exit
+    code."""
     from ckpt_sidecar.__main__ import main
 
     set_constants(dict(constants))
     if order is not None:
         arm(order)
+    if finishers is not None:
+        arm_finishers(finishers, constants)
     ready_fd = os.open(ready, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     return main([*arguments, "--ready-fd", str(ready_fd)])
 
@@ -79,13 +89,14 @@ class Node:
 
     # ------------------------------------------------------------ the sidecar
 
-    def start_sidecar(self, order: KillOrder | None = None) -> None:
-        """Start a sidecar, perhaps one that will die, and wait until it serves."""
+    def start_sidecar(self, order: KillOrder | None = None, finishers: KillOrder | None = None) -> None:
+        """Start a sidecar, perhaps one that will die or whose finishers of dead jobs will, and wait until it serves."""
         self._starts += 1
         ready = self._folder / f"ready-{self.shm_root.name}-{self._starts}"
         arguments = ["--verbose", "run", "--job-id", self._job_id, "--shm-root", str(self.shm_root), *self._flags]
-        environment = {"CUDA_VISIBLE_DEVICES": ""}
-        self._sidecar = self._start(serve, 1, arguments, str(ready), self._constants, order, environment=environment)
+        environment = {"CUDA_VISIBLE_DEVICES": "", **ENVIRONMENT}
+        orders = (order, finishers)
+        self._sidecar = self._start(serve, 1, arguments, str(ready), self._constants, *orders, environment=environment)
         wait_until(lambda: self._sidecar_died() or _is_ready(ready), "the sidecar serves")
         assert not self._sidecar_died(), f"the sidecar died before it served:\n{self._sidecar.text(0)}"
 
