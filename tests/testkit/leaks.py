@@ -110,8 +110,9 @@ def describe(pid: int) -> str:
 
 
 def files_below(root: Path) -> list[str]:
-    """Everything below ``root``, relative to it."""
-    return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
+    """Everything below ``root``, relative to it; a folder that vanishes meanwhile is empty."""
+    found = [os.path.join(folder, name) for folder, folders, files in os.walk(root) for name in (*folders, *files)]
+    return sorted(os.path.relpath(path, root) for path in found)
 
 
 def left_in(root: Path, timeout_s: float = SETTLE_S) -> list[str]:
