@@ -1,8 +1,8 @@
 """For every test: a clean environment before it, nothing left behind after it. For some: real sidecars and ranks.
 
 One sidecar serves all tests of a file that need nothing special of it, each with its own directory and so its own
-session: every further one costs the two seconds of torch's import. What imports torch is imported by the fixtures that
-need it, so that tests without it stay quick.
+session. It and most others are forked with torch imported, as ranks are, and spare the two seconds of that. What
+imports torch is imported by the fixtures that need it, so that tests without it stay quick.
 """
 
 from __future__ import annotations
@@ -102,10 +102,11 @@ def shm_root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankStarter]:
-    """Starts ranks that may import everything."""
+    """Starts ranks that may import everything, and sidecars: both begin with our packages and torch imported."""
     from testkit.ranks import RankStarter
 
-    starter = RankStarter(tmp_path_factory.mktemp("ranks"))
+    preload = ("ckpt_sidecar.__main__", "ckpt_sidecar.daemon", "ckpt_sidecar.torch_work", "ckpt_trainer_client")
+    starter = RankStarter(tmp_path_factory.mktemp("ranks"), preload=preload)
     yield starter
     starter.close()
 
@@ -121,12 +122,12 @@ def stock_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankStarte
 
 
 @pytest.fixture(scope="module")
-def file_sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
+def file_sidecar(tmp_path_factory: pytest.TempPathFactory, ranks: RankStarter) -> Iterator[Sidecar]:
     """The sidecar of one test file; tests use it through ``sidecar``."""
-    from testkit.sidecars import Sidecar
+    from testkit.forked_sidecars import ForkedSidecar
 
     with private_shm_root() as root:
-        sidecar = Sidecar(root, tmp_path_factory.mktemp("sidecar") / "sidecar.log")
+        sidecar = ForkedSidecar(ranks, root, tmp_path_factory.mktemp("sidecar") / "sidecar.log")
         try:
             yield sidecar
         finally:
@@ -143,14 +144,22 @@ def sidecar(file_sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> Sidecar:
 
 
 @pytest.fixture
-def start_sidecar(shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Sidecar]]:
-    """Starts sidecars of this test alone, with options; the last one is used by clients made in this test."""
+def start_sidecar(
+    shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: RankStarter
+) -> Iterator[Callable[..., Sidecar]]:
+    """Starts sidecars of this test alone, with options; the last one is used by clients made in this test. They are
+    forked, unless the test is about one that a command line starts: ``as_command``, or an ``entry`` of its own."""
+    from testkit.forked_sidecars import ForkedSidecar
     from testkit.sidecars import Sidecar
 
     started: list[Sidecar] = []
 
-    def start(**options: Any) -> Sidecar:
-        sidecar = Sidecar(shm_root, tmp_path / "sidecar.log", **options)
+    def start(*, as_command: bool = False, **options: Any) -> Sidecar:
+        log = tmp_path / "sidecar.log"
+        if as_command or "entry" in options:
+            sidecar = Sidecar(shm_root, log, **options)
+        else:
+            sidecar = ForkedSidecar(ranks, shm_root, log, **options)
         started.append(sidecar)
         for name, value in sidecar.environment.items():
             monkeypatch.setenv(name, value)
@@ -165,12 +174,12 @@ def start_sidecar(shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.fixture(scope="session")
 def sharded_saves(tmp_path_factory: pytest.TempPathFactory, ranks: RankStarter) -> dict[str, tuple[Path, Path]]:
     """``(ours, stock's)`` of the same sharded state, saved on a 1-D mesh of two ranks and on a 2x2 mesh."""
+    from testkit.forked_sidecars import ForkedSidecar
     from testkit.sharded_states import SAVED_1D, SAVED_2D, save_sharded
-    from testkit.sidecars import Sidecar
 
     found = {}
     with private_shm_root() as root:
-        sidecar = Sidecar(root, tmp_path_factory.mktemp("sidecar") / "sidecar.log")
+        sidecar = ForkedSidecar(ranks, root, tmp_path_factory.mktemp("sidecar") / "sidecar.log")
         try:
             for name, mesh_shape, placements in (("1d", (2,), SAVED_1D), ("2d", (2, 2), SAVED_2D)):
                 folder = tmp_path_factory.mktemp(name)

@@ -162,7 +162,7 @@ def test_more_connections_than_the_usual_limit_of_descriptors_do_not_end_the_sid
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
-        sidecar = start_sidecar()
+        sidecar = start_sidecar(as_command=True)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     held = [connected(str(sidecar.directory)) for _ in range(600)]

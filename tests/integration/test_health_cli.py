@@ -113,13 +113,13 @@ def test_a_draining_sidecar_is_degraded_and_takes_no_new_client(
     sidecar = start_sidecar()
     with CheckpointClient(tmp_path) as client:
         client.save({"x": torch.tensor(1)}, step=1).result()
-        sidecar.process.terminate()
+        sidecar.terminate()
         wait_until(lambda: sidecar.status().draining, "the sidecar drains")
         degraded = run_cli("health", "--shm-root", sidecar.shm_root)
         assert degraded.returncode == 1
         assert "draining" in degraded.stdout
         client.save({"x": torch.tensor(2)}, step=2).result()
-    assert sidecar.process.wait(LIMIT_S) == 0
+    assert sidecar.wait() == 0
     assert sidecar.stop() == 0
 
 

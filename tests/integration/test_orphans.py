@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,11 +14,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from ckpt_proto.process import process_start_s
 from ckpt_proto.runtime_dir import job_dirs
+from ckpt_sidecar.__main__ import main
 from ckpt_sidecar.orphans import orphaned_jobs
 from ckpt_trainer_client import CheckpointClient
-from testkit import node_rank
-from testkit.cluster import NodeRank
+from testkit.ranks import RankStarter, RunningRanks
 from testkit.sidecars import Sidecar
 from testkit.waiting import LIMIT_S, wait_until
 
@@ -26,36 +28,41 @@ ELEMENTS = 1_000_000
 """4 MB: twenty seconds of writing, so the kill meets it."""
 
 
+def save_and_wait(directory: str, step: int, elements: int, staged: str, may_end: str) -> None:
+    """Rank code: one save, staged, and its end awaited once ``may_end`` is there: in a dead job that never comes."""
+    client = CheckpointClient(directory)
+    handle = client.save({"weight.0": torch.full((elements,), float(step))}, step=step)
+    assert handle.staged.exception() is None
+    Path(staged).touch()
+    wait_until(Path(may_end).exists, "the test is done with this rank")
+    handle.result(LIMIT_S)
+    client.close()
+
+
 @contextmanager
-def rank_of(sidecar: Sidecar, directory: Path, log: Path) -> Iterator[NodeRank]:
-    """A rank in a process of its own, served by ``sidecar``."""
-    with open(log, "ab") as errors:
-        process = subprocess.Popen(
-            [sys.executable, node_rank.__file__, str(directory)],
-            env={**os.environ, **sidecar.environment},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-        )
-    rank = NodeRank(0, process)
+def rank_of(sidecar: Sidecar, ranks: RankStarter, folder: Path, step: int, elements: int) -> Iterator[RunningRanks]:
+    """A rank that has staged a step, served by ``sidecar``; killed in the end, if it lives."""
+    staged, may_end = folder / "staged", folder / "may-end"
+    arguments = (str(folder / "checkpoints"), step, elements, str(staged), str(may_end))
+    rank = ranks.start(save_and_wait, 1, *arguments, environment=sidecar.environment)
     try:
+        wait_until(lambda: staged.exists() or process_start_s(rank.pids[0]) is None, "the rank has staged")
+        assert staged.exists(), rank.text(0)
         yield rank
     finally:
-        rank.kill()
+        if process_start_s(rank.pids[0]) is not None:
+            os.kill(rank.pids[0], signal.SIGKILL)
+            rank.exit_codes()
 
 
 @pytest.fixture
-def dead_job(tmp_path: Path, start_sidecar: Callable[..., Sidecar]) -> Path:
+def dead_job(tmp_path: Path, start_sidecar: Callable[..., Sidecar], ranks: RankStarter) -> Path:
     """The checkpoint directory of a job that was killed with step 7 staged and not written, its sidecar too."""
     sidecar = start_sidecar(job_id="dead", max_write_bytes_per_s=SLOW_BYTES_PER_S)
-    directory = tmp_path / "checkpoints"
-    with rank_of(sidecar, directory, tmp_path / "rank.log") as rank:
-        assert rank.hear() == {"welcomed": None}
-        rank.tell(do="save", step=7, elements=ELEMENTS)
-        assert rank.hear() == {"staged": True}
+    with rank_of(sidecar, ranks, tmp_path, 7, ELEMENTS):
         sidecar.kill()
-    assert not (directory / "step-7" / ".metadata").exists()
-    return directory
+    assert not (tmp_path / "checkpoints" / "step-7" / ".metadata").exists()
+    return tmp_path / "checkpoints"
 
 
 def assert_holds_step_7(directory: Path) -> None:
@@ -73,7 +80,11 @@ def test_the_next_sidecar_of_another_job_has_it_finished(
     assert_holds_step_7(dead_job)
 
 
-def test_recover_writes_what_lies_in_shared_memory(dead_job: Path, shm_root: Path) -> None:
+def test_recover_writes_what_lies_in_shared_memory_for_its_directory_alone(
+    dead_job: Path, tmp_path: Path, shm_root: Path
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    assert main(["recover", str(tmp_path / "elsewhere"), "--shm-root", str(shm_root)]) == 0
     assert [path.name for path in orphaned_jobs(shm_root)] == ["dead"]
     command = [sys.executable, "-m", "ckpt_sidecar", "recover", str(dead_job), "--shm-root", str(shm_root)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd="/")
@@ -81,16 +92,6 @@ def test_recover_writes_what_lies_in_shared_memory(dead_job: Path, shm_root: Pat
     assert "job dead: what it had left in shared memory is finished (exit code 0)" in done.stderr
     assert_holds_step_7(dead_job)
     assert job_dirs(shm_root) == []
-
-
-def test_recover_leaves_jobs_of_other_directories_alone(dead_job: Path, tmp_path: Path, shm_root: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    command = [sys.executable, "-m", "ckpt_sidecar", "recover", str(elsewhere), "--shm-root", str(shm_root)]
-    assert subprocess.run(command, timeout=LIMIT_S, cwd="/").returncode == 0
-    assert [path.name for path in orphaned_jobs(shm_root)] == ["dead"]
-    command = [sys.executable, "-m", "ckpt_sidecar", "recover", str(dead_job), "--shm-root", str(shm_root)]
-    assert subprocess.run(command, timeout=LIMIT_S, cwd="/").returncode == 0
 
 
 def test_a_job_that_is_started_right_after_the_kill_resumes_from_it(
@@ -103,17 +104,12 @@ def test_a_job_that_is_started_right_after_the_kill_resumes_from_it(
 
 
 def test_a_job_whose_rank_lives_is_no_orphan(
-    tmp_path: Path, shm_root: Path, start_sidecar: Callable[..., Sidecar]
+    tmp_path: Path, shm_root: Path, start_sidecar: Callable[..., Sidecar], ranks: RankStarter
 ) -> None:
     sidecar = start_sidecar(job_id="living")
-    with rank_of(sidecar, tmp_path / "checkpoints", tmp_path / "rank.log") as rank:
-        rank.hear()
-        rank.tell(do="save", step=1)
-        rank.hear()
+    with rank_of(sidecar, ranks, tmp_path, 1, 1000) as rank:
         sidecar.kill()
         assert orphaned_jobs(shm_root) == []
         sidecar.start()
-        rank.tell(do="result", step=1)
-        assert "committed" in rank.hear()
-        rank.tell(do="close")
-        rank.hear()
+        (tmp_path / "may-end").touch()
+        assert rank.results() == [None]

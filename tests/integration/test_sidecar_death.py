@@ -39,7 +39,7 @@ def sidecar(
     """The sidecar of this test's job, by whatever process it is run; the last one drains in good order."""
     folder = tmp_path / "sidecar"
     folder.mkdir()
-    sidecar = ForkedSidecar(ranks, shm_root, folder, max_write_bytes_per_s=BYTES_PER_S)
+    sidecar = ForkedSidecar(ranks, shm_root, folder / "sidecar.log", max_write_bytes_per_s=BYTES_PER_S)
     for name, value in sidecar.environment.items():
         monkeypatch.setenv(name, value)
     yield sidecar
@@ -127,6 +127,7 @@ def own_sidecar(shm_root: Path) -> int:
     return pid
 
 
+@pytest.mark.faults
 def test_one_that_a_client_had_started_is_replaced_by_the_client(tmp_path: Path, shm_root: Path, check: Check) -> None:
     with CheckpointClient(tmp_path) as client:
         client.save(state(1), step=1).result(LIMIT_S)

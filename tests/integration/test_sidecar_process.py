@@ -98,7 +98,7 @@ def test_checkpoint_files_have_the_modes_that_the_umask_gives(
 ) -> None:
     before = os.umask(0o027)
     try:
-        start_sidecar()
+        start_sidecar(as_command=True)
         with CheckpointClient(tmp_path / "checkpoints") as client:
             client.save(state(1), step=1).result()
     finally:
@@ -114,14 +114,14 @@ def test_checkpoint_files_have_the_modes_that_the_umask_gives(
 def test_sigterm_drains_what_is_in_flight(tmp_path: Path, start_sidecar: Callable[..., Sidecar]) -> None:
     # Two windows of the writer per save, each waits for the bandwidth that the one before has taken.
     size = 3 << 20
-    sidecar = start_sidecar(max_write_bytes_per_s=20 << 20)
+    sidecar = start_sidecar(as_command=True, max_write_bytes_per_s=20 << 20)
     with CheckpointClient(tmp_path) as client:
         handles = [client.save(state(step, size), step=step) for step in (1, 2)]
-        sidecar.process.terminate()
+        sidecar.terminate()
         for handle in handles:
             handle.result()
         assert step_stored(client, 2, size) == 2
-    assert sidecar.process.wait(LIMIT_S) == 0
+    assert sidecar.wait() == 0
     assert not sidecar.directory.exists()
 
 
@@ -131,8 +131,8 @@ def test_sigterm_while_no_rank_is_left_drains_too(
     sidecar = start_sidecar(max_write_bytes_per_s=20 << 20)
     running = ranks.start(save_and_die, 1, str(tmp_path), 3 << 20, environment=sidecar.environment)
     assert running.exit_codes() == [-signal.SIGKILL]
-    sidecar.process.terminate()
-    assert sidecar.process.wait(LIMIT_S) == 0
+    sidecar.terminate()
+    assert sidecar.wait() == 0
     assert (tmp_path / "step-1" / ".metadata").exists()
     assert (tmp_path / "step-2" / ".metadata").exists()
 
@@ -146,15 +146,15 @@ def save_and_die(directory: str, size: int) -> None:
 
 
 def test_a_sidecar_that_nobody_needs_ends_by_itself_when_told_to(start_sidecar: Callable[..., Sidecar]) -> None:
-    sidecar = start_sidecar(idle_exit_s=0.1)
-    assert sidecar.process.wait(LIMIT_S) == 0
+    sidecar = start_sidecar(as_command=True, idle_exit_s=0.1)
+    assert sidecar.wait() == 0
     assert not sidecar.directory.exists()
 
 
 def test_what_a_second_sigterm_cuts_short_is_finished_by_the_next_sidecar(
     tmp_path: Path, start_sidecar: Callable[..., Sidecar]
 ) -> None:
-    sidecar = start_sidecar(max_write_bytes_per_s=100_000)  # far slower than this test
+    sidecar = start_sidecar(as_command=True, max_write_bytes_per_s=100_000)  # far slower than this test
     client = CheckpointClient(tmp_path)
     handle = client.save(state(1, 2 << 20), step=1)
     wait_until(lambda: [shard.state for shard in sidecar.status().shards] == ["writing"], "the write is under way")

@@ -5,56 +5,57 @@ The sidecar's own calls are made to fail, while a file named after the error lie
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from ckpt_trainer_client import CheckpointClient, CheckpointFailed
 from testkit.leaks import files_below
+from testkit.nodes import serve
 from testkit.sidecars import Sidecar
 from testkit.waiting import LIMIT_S, wait_until
 
-TROUBLE = """
-import errno, os, sys, threading, time
-from pathlib import Path
-from ckpt_sidecar import durable_fs
-from ckpt_sidecar.data_file import DataFile
-from ckpt_sidecar.__main__ import main
 
-folder = Path({folder!r})
-real_pwrite, real_link = os.pwrite, os.link
+def serve_in_trouble(arguments: Sequence[str], ready: str, constants: Any, order: None, folder: str) -> int:
+    """Process code: a sidecar whose storage is troubled by what lies in ``folder``."""
+    real_pwrite, real_link = os.pwrite, os.link
 
-def trouble(kind):
-    flag = folder / kind
-    try:
-        left = int(flag.read_text())
-    except FileNotFoundError:
-        return
-    if left == 1:
-        flag.unlink()
-    elif left > 1:
-        flag.write_text(str(left - 1))
-    if kind == "hang":
-        while flag.exists():
-            time.sleep(0.01)  # as a call that does not come back: there is nothing to wait for
-        return
-    raise OSError(getattr(errno, kind.partition("-")[0]), os.strerror(getattr(errno, kind.partition("-")[0])))
+    def trouble(kind: str) -> None:
+        flag = Path(folder) / kind
+        try:
+            left = int(flag.read_text())
+        except FileNotFoundError:
+            return
+        if left == 1:
+            flag.unlink()
+        elif left > 1:
+            flag.write_text(str(left - 1))
+        if kind == "hang":
+            while flag.exists():
+                time.sleep(0.01)  # as a call that does not come back: there is nothing to wait for
+            return
+        number = getattr(errno, kind.partition("-")[0])
+        raise OSError(number, os.strerror(number))
 
-def pwrite(fd, data, offset):
-    if threading.current_thread().name.startswith("ckpt-io"):
-        for kind in ("EIO", "ENOSPC", "EACCES", "hang"):
-            trouble(kind)
-    return real_pwrite(fd, data, offset)
+    def pwrite(fd: int, data: Any, offset: int) -> int:
+        if threading.current_thread().name.startswith("ckpt-io"):
+            for kind in ("EIO", "ENOSPC", "EACCES", "hang"):
+                trouble(kind)
+        return real_pwrite(fd, data, offset)
 
-def link(source, target):
-    trouble("EIO-link")
-    return real_link(source, target)
+    def link(source: Any, target: Any) -> None:
+        trouble("EIO-link")
+        real_link(source, target)
 
-os.pwrite, os.link = pwrite, link
-sys.exit(main())
-"""
+    os.pwrite, os.link = pwrite, link  # type: ignore[assignment]
+    return serve(arguments, ready, constants, order)
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def troubled(tmp_path: Path, start_sidecar: Callable[..., Sidecar]) -> Callable[
     """Starts a sidecar whose storage can be troubled."""
 
     def start(**options: object) -> Sidecar:
-        return start_sidecar(entry=("-c", TROUBLE.format(folder=str(tmp_path))), **options)
+        return start_sidecar(program=serve_in_trouble, told=(str(tmp_path),), **options)
 
     return start
 

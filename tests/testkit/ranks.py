@@ -60,16 +60,20 @@ class RankStarter:
         environment: Mapping[str, str] | None = None,
         threads_may_stay: bool = False,
         here: Sequence[int] | None = None,
+        log: Path | None = None,
     ) -> RunningRanks:
         """Start ``function(*arguments)`` on every rank; it must be at the top level of its file.
 
         ``environment`` is added to that of each rank and has the last word; ``group`` initialises a gloo process group
-        around the function; ``here`` are the ranks of this node, if others are started elsewhere.
+        around the function; ``here`` are the ranks of this node, if others are started elsewhere; what the first of
+        them writes is added to ``log``.
         """
         import torch
 
         folder = self._folder / f"run-{next(self._numbers)}"
         folder.mkdir()
+        if log is not None:
+            (folder / "rank-0.log").symlink_to(log)
         packed = folder / "arguments.pt"
         torch.save(arguments, packed)
         here = range(world_size) if here is None else here

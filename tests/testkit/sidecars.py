@@ -119,12 +119,20 @@ class Sidecar:
         self.process.kill()
         self.process.wait(LIMIT_S)
 
+    def terminate(self) -> None:
+        """SIGTERM."""
+        os.kill(self.pid, signal.SIGTERM)
+
+    def wait(self) -> int:
+        """Wait until it has ended; its exit code."""
+        return self.process.wait(LIMIT_S)
+
     def cut_short(self) -> None:
         """SIGTERM, and SIGTERM again once it drains: it must end although work is under way, and say so."""
-        self.process.terminate()
+        self.terminate()
         wait_until(lambda: self.status().draining, "the drain has begun")
-        self.process.terminate()
-        assert self.process.wait(LIMIT_S) == 1, self.log.read_text()[-4000:]
+        self.terminate()
+        assert self.wait() == 1, self.log.read_text()[-4000:]
 
     def stop(self) -> int:
         """SIGTERM, wait for the drain, return the exit code; kill what does not end."""
