@@ -13,7 +13,7 @@ import torch
 from ckpt_trainer_client import CheckpointClient, CheckpointError
 from testkit.ranks import RankStarter
 from testkit.sidecars import Sidecar
-from testkit.stock_load import load_flat
+from testkit.stock_load import load_each
 from testkit.waiting import wait_until
 
 SAVES = 40
@@ -85,11 +85,14 @@ def test_the_ranks_agree_and_the_checkpoints_are_right(
     results = ranks.run(wander, world_size, str(tmp_path), seed, environment=sidecar.environment)
     assert all(result == results[0] for result in results)
     steps = walk(seed, world_size)
+    places = {step: str(tmp_path / f"step-{step}") for step, end in enumerate(results[0]) if end == "committed"}
+    [loaded] = stock_ranks.run(load_each, 1, list(places.values()))
     for step, (end, (kind, _, size)) in enumerate(zip(results[0], steps, strict=True)):
         if kind in ("grown on one", "bad value on one", "veto", "other step"):
             assert end == "failed", (step, kind)
         if end == "committed":
-            [found] = stock_ranks.run(load_flat, 1, str(tmp_path / f"step-{step}"))
+            found = loaded[places[step]]
+            assert isinstance(found, dict), found
             assert torch.equal(found["x"], torch.full((size,), float(step)))
             assert [found[f"per_rank.rank-{rank}.value"] for rank in range(world_size)] == list(range(world_size))
             assert found["step"] == state_of(step, kind, size, is_odd=False)["step"]

@@ -34,10 +34,20 @@ from testkit.stock_load import load_flat, load_into
 from testkit.waiting import LIMIT_S, wait_until
 
 
-def recover(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def recover_by_hand(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The command, as a person runs it."""
     command = [sys.executable, "-m", "ckpt_sidecar", "recover", str(directory), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd="/")
+
+
+def recover(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The same in this process, which has torch imported already."""
+    with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(io.StringIO()) as errors:
+        try:
+            code: Any = main(["recover", str(directory), *arguments])
+        except SystemExit as refused:
+            code = refused.code
+    return subprocess.CompletedProcess(["recover", *arguments], code, output.getvalue(), errors.getvalue())
 
 
 def report_of(directory: Path, *arguments: str) -> dict[str, Any]:
@@ -180,9 +190,11 @@ def values_in(root: Path) -> dict[str, float]:
     return found
 
 
+@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.faults)])
 def test_recover_killed_before_any_of_its_steps_is_finished_by_the_next(
-    tmp_path: Path, left_behind: Path, ranks: RankStarter
+    tmp_path: Path, left_behind: Path, ranks: RankStarter, stride: int
 ) -> None:
+    """Before every step with ``make faults``, before every fourth otherwise."""
     root = tmp_path / "run"
 
     def die_at(deadly: int) -> Any:
@@ -204,7 +216,7 @@ def test_recover_killed_before_any_of_its_steps_is_finished_by_the_next(
             for kind in ("distcp", "manifest")
         ]
     )
-    for deadly in range(1, count + 1):
+    for deadly in range(1, count + 1, stride):
         assert die_at(deadly).exit_codes() == [-signal.SIGKILL]
         at_death = values_in(root)
         assert at_death["step-1"] == 1.1
@@ -223,7 +235,7 @@ def test_a_person_sees_a_table_and_can_try_it_first(tmp_path: Path) -> None:
     broken = persist(tmp_path, 7, 1)
     (tmp_path / "step-7" / manifest_name(1, broken.save.save_id)).write_bytes(b"torn")
     before = files_below(tmp_path)
-    tried, done, again = recover(tmp_path, "--dry-run"), recover(tmp_path), recover(tmp_path)
+    tried, done, again = recover(tmp_path, "--dry-run"), recover_by_hand(tmp_path), recover(tmp_path)
     assert [run.returncode for run in (tried, done, again)] == [1, 1, 1]
     heading, committed, problem = done.stdout.splitlines()
     assert heading.split() == ["outcome", "step", "attempt", "size", "reason"]
@@ -237,7 +249,7 @@ def test_a_person_sees_a_table_and_can_try_it_first(tmp_path: Path) -> None:
 
 
 def test_nothing_to_do_is_said_too(tmp_path: Path) -> None:
-    done = recover(tmp_path)
+    done = recover_by_hand(tmp_path)
     assert (done.returncode, done.stdout) == (0, f"{tmp_path}: nothing was left behind\n")
 
 

@@ -13,7 +13,7 @@ from ckpt_trainer_client import CheckpointClient, CheckpointFailed
 from testkit.ranks import RankStarter
 from testkit.sidecars import Sidecar
 from testkit.states import blank_like, copied, differences, random_tensor
-from testkit.stock_load import load_flat
+from testkit.stock_load import load_each, load_flat
 
 pytestmark = pytest.mark.usefixtures("sidecar")
 
@@ -87,9 +87,10 @@ def test_every_change_on_all_ranks_is_planned_anew(
 ) -> None:
     names = [name for name in STATES if name != "nested"]
     ranks.run(save_each, 2, str(tmp_path), names, environment=sidecar.environment)
-    for step, name in enumerate(names):
-        [found] = stock_ranks.run(load_flat, 1, str(tmp_path / f"step-{step}"))
-        assert differences(found, copied(STATES[name])) == [], name
+    places = [str(tmp_path / f"step-{step}") for step in range(len(names))]
+    [loaded] = stock_ranks.run(load_each, 1, places)
+    for place, name in zip(places, names, strict=True):
+        assert differences(loaded[place], copied(STATES[name])) == [], name
 
 
 def save_with_one_rank_changed(directory: str, odd_rank: int) -> list[str]:
