@@ -56,6 +56,7 @@ def assert_holds(directory: Path, step: int, world_size: int = 4) -> None:
         )
 
 
+@pytest.mark.faults
 def test_four_ranks_on_two_nodes_save_and_stock_dcp_loads(two_nodes: Cluster) -> None:
     two_nodes.start_ranks(2, NODE_RANK="0")  # wrong on one of them: nobody may look at it
     for step in (1, 2, 3):
@@ -68,9 +69,10 @@ def test_four_ranks_on_two_nodes_save_and_stock_dcp_loads(two_nodes: Cluster) ->
 
 
 def test_a_node_that_is_cut_off_fails_the_save_by_name_and_the_next_one_commits(two_nodes: Cluster) -> None:
-    two_nodes.start_ranks(2)
+    two_nodes.start_ranks(2, NODE_RANK="0")  # wrong on one of them: nobody may look at it
     two_nodes.all(do="save", step=1)
-    assert all("committed" in answer for answer in two_nodes.all(do="result", step=1))
+    assert two_nodes.all(do="result", step=1) == [{"committed": str(two_nodes.directory / "step-1")}] * 4
+    assert_holds(two_nodes.directory, 1)
     here, there = two_nodes.nodes
     two_nodes.net.cut(1)
     assert together(here.ranks, do="save", step=2) == [{"staged": True}] * 2
@@ -85,7 +87,8 @@ def test_a_node_that_is_cut_off_fails_the_save_by_name_and_the_next_one_commits(
     assert all("committed" in answer for answer in two_nodes.all(do="result", step=3))
     assert_holds(two_nodes.directory, 3)
     assert not (two_nodes.directory / "step-2").exists()
-    two_nodes.all(do="close")
+    assert two_nodes.all(do="latest") == [{"latest": 3}] * 4
+    assert two_nodes.all(do="close") == [{"closed": True}] * 4
 
 
 @pytest.mark.faults
