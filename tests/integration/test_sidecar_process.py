@@ -146,7 +146,7 @@ def save_and_die(directory: str, size: int) -> None:
 
 
 def test_a_sidecar_that_nobody_needs_ends_by_itself_when_told_to(start_sidecar: Callable[..., Sidecar]) -> None:
-    sidecar = start_sidecar(as_command=True, idle_exit_s=0.1)
+    sidecar = start_sidecar(idle_exit_s=0.1)
     assert sidecar.wait() == 0
     assert not sidecar.directory.exists()
 

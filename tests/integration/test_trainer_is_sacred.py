@@ -121,13 +121,13 @@ def test_the_second_save_allocates_no_shared_memory(tmp_path: Path, sidecar: Sid
     assert not mapped()
 
 
-def save_5000_tensors(directory: str) -> int:
+def save_2000_tensors(directory: str) -> int:
     """Rank code: with at most 256 descriptors, also for the sidecar that the client starts; how many were open."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
     before = len(os.listdir("/proc/self/fd"))
     with CheckpointClient(directory) as client:
         for step in (1, 2):
-            state = {f"layer {index}": torch.full((index % 7, 3), float(step)) for index in range(5_000)}
+            state = {f"layer {index}": torch.full((index % 7, 3), float(step)) for index in range(2_000)}
             client.save(state, step=step).result()
         opened = len(os.listdir("/proc/self/fd")) - before
         target = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
@@ -136,8 +136,8 @@ def save_5000_tensors(directory: str) -> int:
     return opened
 
 
-def test_5000_tensors_with_256_descriptors(tmp_path: Path, shm_root: Path, ranks: RankStarter) -> None:
-    [opened] = ranks.run(save_5000_tensors, 1, str(tmp_path), environment={"CKPT_SIDECAR_SHM_ROOT": str(shm_root)})
+def test_2000_tensors_with_256_descriptors(tmp_path: Path, shm_root: Path, ranks: RankStarter) -> None:
+    [opened] = ranks.run(save_2000_tensors, 1, str(tmp_path), environment={"CKPT_SIDECAR_SHM_ROOT": str(shm_root)})
     assert opened < 20
 
 

@@ -77,6 +77,10 @@ class Node:
 
     def start_sidecar(self, *options: str) -> None:
         """Start the node's sidecar and wait until it serves."""
+        self.begin_sidecar(*options)()
+
+    def begin_sidecar(self, *options: str) -> Callable[[], None]:
+        """Start the node's sidecar; what is returned waits until it serves, and must be called."""
         reader, writer = os.pipe()
         command = [sys.executable, "-m", "ckpt_sidecar", "--verbose", "run", "--ready-fd", str(writer), *options]
         command += ["--job-id", JOB_ID, "--shm-root", str(self.shm_root), "--nice", "0"]
@@ -92,9 +96,12 @@ class Node:
                 start_new_session=True,
             )
         os.close(writer)
-        ready = os.read(reader, 16)
-        os.close(reader)
-        assert ready == b"READY\n", self.log.read_text()[-2000:]
+
+        def await_ready() -> None:
+            with open(reader, "rb") as pipe:
+                assert pipe.read1(16) == b"READY\n", self.log.read_text()[-2000:]
+
+        return await_ready
 
     def kill_sidecar(self) -> None:
         """SIGKILL, and wait."""
@@ -201,10 +208,10 @@ def cluster(count: int, folder: Path, make_key: Callable[[Path], object], *optio
         nodes = []
         for index in range(count):
             root = stack.enter_context(private_shm_root())
-            node = Node(index, net, root, folder / f"sidecar-{index}.log", environment)
-            stack.callback(node.close)
-            node.start_sidecar(*options)
-            nodes.append(node)
+            nodes.append(Node(index, net, root, folder / f"sidecar-{index}.log", environment))
+            stack.callback(nodes[-1].close)
+        for await_ready in [node.begin_sidecar(*options) for node in nodes]:
+            await_ready()
         made = Cluster(net, nodes, folder)
         try:
             yield made
