@@ -365,7 +365,14 @@ def save_twice_and_die(directory: str, size: int, dying: list[int], told: str) -
     return client.steps()
 
 
-@pytest.mark.parametrize("dying", [[0], [1], [0, 1]], ids=["rank 0", "rank 1", "all ranks"])
+@pytest.mark.parametrize(
+    "dying",
+    [
+        pytest.param([0], id="rank 0"),
+        pytest.param([1], id="rank 1", marks=pytest.mark.faults),
+        pytest.param([0, 1], id="all ranks"),
+    ],
+)
 def test_in_the_middle_of_a_write_and_ranks_die_too(
     tmp_path: Path, sidecar: ForkedSidecar, check: Check, ranks: RankStarter, dying: list[int]
 ) -> None:
