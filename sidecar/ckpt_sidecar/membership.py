@@ -67,6 +67,7 @@ class Membership:
         self._sweeping: set[str] = set()
         self._swept: set[str] = set()
         self._joining: list[Hello] = []
+        self._said: dict[str, dict[int, Hello]] = {}
         self._asking: list[tuple[int, AskRestoreStep]] = []
         self._past: dict[str, Session] = {}
         self.session: Session | None = None
@@ -81,6 +82,7 @@ class Membership:
 
     def hello(self, hello: Hello) -> tuple[list[Action], list[Departure]]:
         """A rank asks to take part."""
+        self._take_note(hello)
         session = self.session
         refusal = session.refusal(hello) if session else None
         if refusal is not None:
@@ -91,6 +93,13 @@ class Membership:
         self._joining.append(hello)
         spare = tuple({other.session for other in self._joining if other.session})
         return ([] if known else [OpenDirectory(hello.directory, spare)]), []
+
+    def _take_note(self, hello: Hello) -> None:
+        """What a client says that it knows counts also if it is refused."""
+        if hello.session:
+            self._said.setdefault(hello.session, {})[hello.rank] = hello
+            for token in list(self._said)[:-KEPT_SESSIONS]:
+                del self._said[token]
 
     def opened(self, directory: str, steps: tuple[int, ...]) -> tuple[list[Action], list[Departure]]:
         """The directory can be used: those who waited for it join."""
@@ -229,6 +238,7 @@ class Membership:
         unless it is published."""
         session = self._past.get(save.session)
         hello = session.hellos.get(rank) if session is not None else None
+        hello = hello or self._said.get(save.session, {}).get(rank)
         return hello is not None and save.seq < hello.next_seq and save.seq not in hello.in_flight
 
     def is_new_to(self, save: SaveKey, rank: int) -> bool:

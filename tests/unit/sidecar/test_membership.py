@@ -11,7 +11,7 @@ import pytest
 from ckpt_proto.messages import RankLeft, Refused, ShardStaged, Welcome
 from ckpt_sidecar.events import OpenDirectory, ToRank
 from ckpt_sidecar.membership import ADOPTED_STAGE_TIMEOUT_S, KEPT_SESSIONS, Departure, Membership, Terms
-from testkit.tables import DIRECTORY, PLAN_ID, SESSION, STAGE_TIMEOUT_S, hello, key, propose
+from testkit.tables import DIRECTORY, FAILURE, PLAN_ID, SESSION, STAGE_TIMEOUT_S, hello, key, propose
 
 OLD = "abcdef01"
 SAVE = key(3, session=OLD)
@@ -90,6 +90,16 @@ def test_what_is_in_flight_is_spared_when_the_directory_is_opened(members: Membe
     assert members.hello(hello(0, 2, session=OLD)) == ([OpenDirectory(DIRECTORY, (OLD,))], [])
     other = replace(hello(1, 2, session=OLD), directory="/elsewhere")
     assert members.hello(other) == ([OpenDirectory("/elsewhere", (OLD,))], [])
+
+
+def test_what_a_refused_client_knows_counts(members: Membership) -> None:
+    """It lives, and was told by an earlier coordinator that its save has failed: the others must not commit it."""
+    members.hello(hello(0, 2, session=OLD, next_seq=SAVE.seq + 1))
+    members.refused(DIRECTORY, FAILURE)
+    comes(members, 1, session=OLD, next_seq=SAVE.seq + 1, in_flight=(SAVE.seq,))
+    assert members.was_told(SAVE, 0)
+    assert not members.was_told(SAVE, 1)
+    assert not members.was_told(replace(SAVE, session=SESSION), 0)
 
 
 # ---------------------------------------------------------------- going
