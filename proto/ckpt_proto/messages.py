@@ -181,10 +181,14 @@ class ReportSkip(Message):
 
 @dataclass(frozen=True)
 class ReportFailure(Message):
-    """Rank -> coordinator: ``save()`` failed on this rank before its region was sealed. Every rank gets Aborted."""
+    """Rank -> coordinator: ``save()`` failed on this rank before its region was sealed. Every rank gets Aborted.
+
+    ``replan``: it may not have the plan of the others, so all are to plan anew.
+    """
 
     save: SaveKey
     failure: FailureReport
+    replan: bool = False
 
 
 @dataclass(frozen=True)

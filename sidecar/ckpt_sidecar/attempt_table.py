@@ -88,8 +88,8 @@ class AttemptTable:
                 return self.end.abort(
                     attempt, [self.at(attempt.save, rank, FailureReport("SaveSkipped", reason))], now_s
                 )
-            case ReportFailure(failure=failure):
-                return self.end.abort(attempt, [self.at(attempt.save, rank, failure)], now_s)
+            case ReportFailure(failure=failure, replan=replan):
+                return self.end.abort(attempt, [self.at(attempt.save, rank, failure)], now_s, replan=replan)
             case DecideCommit() if rank == 0:
                 return self._decided(attempt, message, now_s)
         return []

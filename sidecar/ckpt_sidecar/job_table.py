@@ -246,7 +246,8 @@ class JobTable:
         elif isinstance(message, FinalPlan):
             record.plan = message
             for index in range(record.hello.slots):
-                actions += self._prepare(record, index)
+                # What is ready for another plan is the client's until it asks: see RankRecord.offer.
+                actions += self._prepare(record, index) if record.slots[index].ready is None else []
         elif isinstance(message, (Aborted, Committed)):
             if message.save.session != record.session:
                 return actions
@@ -268,6 +269,7 @@ class JobTable:
         broken = record.break_seals() if record.session not in ("", message.session) else []
         if record.session != message.session:
             record.session, record.plan = message.session, None
+            record.forget_regions()  # as the client does
         message = replace(
             message,
             sidecar_id=self._sidecar_id,

@@ -61,8 +61,7 @@ class RankRecord:
         """
         earlier = old.sessions[:KEPT_SESSIONS] if old else ()
         record = cls(hello, peer, other_namespace, slots=old.slots if old else [], earlier_sessions=earlier)
-        for slot in record.slots:
-            slot.ready = None if slot.state is RegionState.FREE else slot.ready
+        record.forget_regions()
         while len(record.slots) < hello.slots:
             record.slots.append(Slot(generation=generation))
         return record
@@ -94,6 +93,11 @@ class RankRecord:
     def is_another(self, message: Message) -> bool:
         """Whether ``message`` answers the Hello of an earlier client of the rank."""
         return isinstance(message, (Welcome, Refused)) and message.pid not in (0, self.hello.pid)
+
+    def forget_regions(self) -> None:
+        """What is ready and free is prepared anew for the next plan, without being asked for."""
+        for slot in self.slots:
+            slot.ready = None if slot.state is RegionState.FREE else slot.ready
 
     def begins(self, seq: int) -> None:
         """The client is at a save: a coordinator that is new is to know that it has a part in it."""
@@ -155,9 +159,13 @@ class RankRecord:
         return self.tell(ready)
 
     def offer(self, index: int) -> list[Action]:
-        """Say again which region is ready in a slot, or have it prepared: what was said before may be lost."""
+        """Say again which region is ready in a slot, or have it prepared: what was said before may be lost.
+
+        Not one that is ready for another plan: the client may not have heard of this one and fill it by that. When it
+        has, it asks (GrowRegion).
+        """
         slot = self.slots[index]
-        if self.plan and slot.state is RegionState.FREE and slot.ready and slot.ready.plan_id == self.plan.plan_id:
-            return self.tell(slot.ready)
+        if self.plan and slot.state is RegionState.FREE and slot.ready:
+            return self.tell(slot.ready) if slot.ready.plan_id == self.plan.plan_id else []
         order = self.prepare(index)
         return [order] if order else []

@@ -104,7 +104,7 @@ class ShardTable:
             plan = check_submission(record, submit)
         except LocalProtocolError as error:
             failure = report_of(error, hint="the next save is planned anew").at(rank, self._node)
-            told = ToCoordinator(rank, ReportFailure(submit.save, failure))
+            told = ToCoordinator(rank, ReportFailure(submit.save, failure, replan=True))
             return [*self._give_back(record, submit), told]
         slot = record.slots[submit.slot]
         slot.walk(RegionEvent.FILL)

@@ -157,6 +157,7 @@ def test_a_sidecar_that_is_stopped_fails_saves_by_name_and_serves_on_when_it_goe
             with pytest.raises(CheckpointFailed, match=r"has not answered for \d+ s.*SidecarSilent"):
                 handle.result(LIMIT_S)
         sidecar.resume()
+        assert client.latest() == 1  # it answers
         client.save(state(4), step=4).result(LIMIT_S)
         assert client.latest() == 4
     check([1, 4])

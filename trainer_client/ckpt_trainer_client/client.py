@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from ckpt_proto.checkpoint_layout import checkpoint_id
-from ckpt_proto.errors import AlreadyCommitted, FailureReport, report_of
+from ckpt_proto.errors import AlreadyCommitted, FailureReport, NotEnoughSharedMemory, RegionError, report_of
 from ckpt_proto.identity import MAX_STEP, SaveKey
 from ckpt_proto.messages import ReportFailure, ReportSkip
 from ckpt_trainer_client.callback_thread import CALLBACKS, DECISIONS
@@ -213,7 +213,8 @@ class CheckpointClient:
         else:
             report = report_of(error).at(self._config.rank, self._config.node)
             failures, skipped = [report], False
-            self._connection.report(ReportFailure(save, report))
+            has_no_region = isinstance(error, RegionError) and not isinstance(error, NotEnoughSharedMemory)
+            self._connection.report(ReportFailure(save, report, replan=has_no_region))
             if not isinstance(error, RegionsExhausted):
                 logger.debug("save of step %d failed", save.step, exc_info=error)
         logger.warning("step %d was not saved: %s", save.step, "; ".join(map(str, failures)))

@@ -168,14 +168,14 @@ class RegionPool:
             CheckpointFailed: the attempt was given up meanwhile.
         """
         started_s = self._clock()
-        asked: set[int] = set()
+        asked: set[tuple[int, int]] = set()
         with self._changed:
             while True:
                 request.check()
                 ready = self._take_free(request)
                 if ready is not None:
                     return ready
-                self._ask_again(request, asked)
+                self._ask(request, asked)
                 self._raise_if_hopeless(request)
                 bound_s = request.timeout_s if self._all_busy() else PREPARE_TIMEOUT_S
                 if not self._changed.wait(max(0.0, started_s + bound_s - self._clock())):
@@ -237,11 +237,15 @@ class RegionPool:
                 return slot.ready
         return None
 
-    def _ask_again(self, request: RegionRequest, asked: set[int]) -> None:
-        """Once per acquire: what did not fit into shared memory before may fit now."""
+    def _ask(self, request: RegionRequest, asked: set[tuple[int, int]]) -> None:
+        """Ask for what is prepared for another plan, which the sidecar does not touch before, and for what did not fit
+        into shared memory. Once per acquire, and again when the sidecar was restarted."""
         for index, slot in enumerate(self._slots):
-            if slot.refusal is not None and slot.refusal.plan_id == request.plan_id and index not in asked:
-                asked.add(index)
+            is_refused = slot.refusal is not None and slot.refusal.plan_id == request.plan_id
+            is_for_another = slot.ready is not None and slot.ready.plan_id != request.plan_id
+            lacks_one = is_refused or (slot.state is RegionState.FREE and not slot.asked_bytes and is_for_another)
+            if lacks_one and (index, self._resumed) not in asked:
+                asked.add((index, self._resumed))
                 slot.refusal = None
                 request.prepare(index, 0)
 

@@ -200,7 +200,7 @@ class Client:
             failures = [report_of(error).at(self.rank, self.node.name)]
         skipped = isinstance(error, SaveSkipped)
         self.world.promises.spoil(save, f"rank {self.rank} gave it up")
-        report: Message = ReportFailure(save, failures[0])
+        report: Message = ReportFailure(save, failures[0], replan=isinstance(error, RegionError))
         talk.report(ReportSkip(save, failures[0].message) if skipped else report)  # type: ignore[arg-type]
         talk.saves.failed(save, failures, skipped=skipped)
 
@@ -212,7 +212,7 @@ class Client:
             raise CheckpointError("simulated")
         plan_id, pool = self._plan.plan_id, self.talk.pool
         request = self._request(save, plan_id, wish.policy)
-        started_s, asked = self.world.now_s, set[int]()
+        started_s, asked = self.world.now_s, set[tuple[int, int]]()
         while (ready := pool.try_acquire(request, asked, self.world.now_s - started_s)) is None:
             yield True
         try:

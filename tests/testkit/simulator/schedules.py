@@ -17,6 +17,7 @@ from ckpt_sidecar.checkpoint_table import DECIDE_TIMEOUT_S, PERSIST_TIMEOUT_S
 from ckpt_sidecar.coordination import PATIENCE
 from testkit.simulator.client import Wish
 from testkit.simulator.node import NEVER, NODE_TIMEOUT_S
+from testkit.simulator.promises import Broken
 from testkit.simulator.world import World
 from testkit.tables import STAGE_TIMEOUT_S
 
@@ -24,6 +25,9 @@ Move = tuple[str, dict[str, Any]]
 
 SHORT_WAITS_S = (1.0, 1.0, 2.0, 2.0, 2.0, 16.0, 16.0, 31.0, 2.0, 2.0, 31.0)
 """Enough for everything that asks again by itself: lists of shards, rank 0 that does not return, writes that wait."""
+
+ENOUGH = 3
+"""Saves after which a healed job must have committed one."""
 
 LONG_WAITS_S = (STAGE_TIMEOUT_S + 31.0, DECIDE_TIMEOUT_S + 1.0, PERSIST_TIMEOUT_S + 1.0, 2.0)
 """Every bound of the coordinator and of the clients."""
@@ -216,6 +220,21 @@ class Player:
             world.passes(seconds)
             world.rest()
         world.promises.ended(world)
+        if world.is_whole:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Ranks may have to plan anew, which costs them a save or two; then saves are committed again."""
+        world = self.world
+        for _ in range(ENOUGH):
+            before = len(world.promises.published)
+            self.save(KINDS)
+            for seconds in (0.0, 1.0, 1.0):
+                world.passes(seconds)
+                world.rest()
+            if len(world.promises.published) > before:
+                return
+        raise Broken(f"{ENOUGH} saves after everything was healed, and none is committed")
 
 
 @contextmanager

@@ -19,14 +19,14 @@ from ckpt_trainer_client.saves_in_flight import SavesInFlight
 class SteppedPool(RegionPool):
     """``acquire`` and ``grow`` as questions that may be asked again."""
 
-    def try_acquire(self, request: RegionRequest, asked: set[int], waited_s: float) -> RegionReady | None:
+    def try_acquire(self, request: RegionRequest, asked: set[tuple[int, int]], waited_s: float) -> RegionReady | None:
         """One round of ``acquire``: None if it would wait on."""
         with self._changed:
             request.check()
             ready = self._take_free(request)
             if ready is not None:
                 return ready
-            self._ask_again(request, asked)
+            self._ask(request, asked)
             self._raise_if_hopeless(request)
             if waited_s > request.timeout_s:
                 self._raise_late(request, request.timeout_s)

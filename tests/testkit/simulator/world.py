@@ -90,6 +90,14 @@ class World:
         """The living clients of a node."""
         return [client for client in self.current.values() if client.node is node and client.alive]
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank lives, can save, and is at the same save of the same session: not if one was restarted
+        without the others."""
+        clients = list(self.current.values())
+        at = {(client.talk.session, client.seq) for client in clients}
+        return len(clients) == self.world_size and all(client.can_save for client in clients) and len(at) == 1
+
     def accepts(self, step: int) -> bool:
         """The user's pre-commit hook."""
         if step not in self.vetoed:
@@ -187,9 +195,10 @@ class World:
         self.kill_sidecar(node, lost)
         node.shm = SharedMemory()
         for (session, seq), record in self.promises.saves.items():
-            for rank, (submit, _) in record.staged.items():
+            for rank, (submit, _) in list(record.staged.items()):
                 if self.node_of(rank) is node and self.storage.durable((rank, submit.save)) is None:
                     self.promises.spoil(SaveKey(session, seq, 0), f"{node} was lost")
+                    del record.staged[rank]  # with the memory that it was in
 
     def kill_everything(self, lost: int = 0) -> None:
         """The whole job at once; shared memory stays."""

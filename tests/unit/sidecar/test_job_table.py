@@ -372,6 +372,7 @@ def test_a_region_that_cannot_be_prepared_is_refused_with_rank_and_node() -> Non
 
 def test_a_region_that_was_refused_is_tried_again_when_the_rank_asks(node: Node) -> None:
     node.hears(0, FinalPlan(key(1), "p2", ITEMS))
+    node.says(0, GrowRegion("p2", 1, 0))
     node.do(RegionFailed(0, 1, "p2", FAILURE))
     assert node.says(0, GrowRegion("p2", 1, 0)) == [prepares(1, 3, "p2", ITEMS, FIRST_BYTE_CAPACITY, key(1))]
 
@@ -449,8 +450,21 @@ def test_a_doubled_request_to_grow_prepares_once(node: Node) -> None:
 def test_a_sealed_region_is_never_prepared(node: Node) -> None:
     node.writing(OLD)
     assert of_type(node.says(0, GrowRegion(PLAN_ID, 0, 1 << 20)), PrepareRegion) == []
-    orders = of_type(node.hears(0, FinalPlan(key(1), "p2", ITEMS)), PrepareRegion)
-    assert [order.slot for order in orders] == [1]
+    node.hears(0, FinalPlan(key(1), "p2", ITEMS))
+    assert of_type(node.says(0, GrowRegion("p2", 0, 0)), PrepareRegion) == []
+
+
+def test_a_region_that_is_ready_for_another_plan_is_the_clients_until_it_asks(node: Node) -> None:
+    """A plan, or the whole connection, may be lost: a client that has not heard of it fills by the plan before."""
+    assert of_type(node.hears(0, FinalPlan(key(1), "p2", ITEMS)), PrepareRegion) == []
+    assert of_type(node.says(0, hello(0, 2, session=SESSION), b"again"), PrepareRegion) == []
+    assert of_type(node.hears(0, Welcome(SESSION, "", "", "", ())), PrepareRegion) == []
+    (refused,) = node.says(0, GrowRegion(PLAN_ID, 0, 0), b"again")
+    assert isinstance(refused, Send)
+    assert isinstance(refused.message, RegionRefused)
+    (order,) = node.says(0, GrowRegion("p2", 0, 0), b"again")
+    assert isinstance(order, PrepareRegion)
+    assert (order.slot, order.plan_id) == (0, "p2")
 
 
 def test_a_region_keeps_its_growth_over_saves(node: Node) -> None:

@@ -17,6 +17,7 @@ from ckpt_proto.messages import (
     AskRestoreStep,
     Committed,
     DecideCommit,
+    GrowRegion,
     RegionReady,
     ReportFailure,
     ReportSkip,
@@ -215,6 +216,9 @@ def test_a_rank_that_stages_after_the_skip_is_told_and_its_write_is_stopped(two:
 def test_a_structure_that_changed_everywhere_is_planned_anew_while_the_old_save_is_written(two: World) -> None:
     submit_all(two, SAVE)
     two.plan(key(1))
+    assert [m.slot for m in two.read(0) if isinstance(m, RegionReady)] == []
+    two.says(0, GrowRegion(f"{SESSION}-p2", 1, 0))
+    two.prepared()
     assert [m.slot for m in two.read(0) if isinstance(m, RegionReady)] == [1]
     two.written()
     two.prepared()

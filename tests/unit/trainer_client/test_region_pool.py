@@ -544,6 +544,30 @@ def test_discarding_after_a_reset_does_nothing(one: Sidecar) -> None:
     assert one.pool.acquire(one.request()) == ready()
 
 
+def test_what_is_prepared_for_another_plan_is_asked_for_once(one: Sidecar, trainer: ThreadPoolExecutor) -> None:
+    """The sidecar leaves it alone until then; a sidecar that was restarted may have lost the question."""
+    one.pool.on_ready(ready())
+    future = waiting(one, trainer, lambda: one.pool.acquire(one.request(plan="p2")))
+    assert one.asked == [(0, 0)]
+    one.pool.wake()
+    assert one.told.waits.acquire(timeout=PATIENCE_S)
+    assert one.asked == [(0, 0)]
+    one.pool.resume()
+    assert one.told.waits.acquire(timeout=PATIENCE_S)
+    one.pool.on_ready(ready(generation=2, plan="p2"))
+    assert future.result(PATIENCE_S).generation == 2
+    assert one.asked == [(0, 0), (0, 0)]
+
+
+def test_what_is_being_persisted_for_another_plan_is_not_asked_for(one: Sidecar, trainer: ThreadPoolExecutor) -> None:
+    """It is the sidecar's, which prepares it anew when it has been written."""
+    one.fill_all()
+    future = waiting(one, trainer, lambda: one.pool.acquire(one.request(plan="p2")))
+    one.pool.on_ready(ready(generation=2, plan="p2"))
+    assert future.result(PATIENCE_S).generation == 2
+    assert one.asked == []
+
+
 def test_a_save_that_was_given_up_is_not_sealed(one: Sidecar) -> None:
     take(one)
     one.given_up = CheckpointFailed(5, [FailureReport("RankLate", "late")])
