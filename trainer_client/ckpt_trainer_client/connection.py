@@ -333,7 +333,7 @@ class Connection:
         self.saves.failed(message.save, message.failures, skipped=message.skipped)
 
     def _on_beat(self) -> None:
-        self._watch.beat(self._link.silent_s)
+        self._watch.beat(self._link.silent_s, time.monotonic())
 
     def _on_lost(self, failure: FailureReport) -> None:
         """There is no sidecar, or none that answers: nothing that waits for it may wait on."""

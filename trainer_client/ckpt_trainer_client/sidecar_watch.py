@@ -40,6 +40,8 @@ class SidecarWatch:
         self._lost = False
         self._starting = False
         self._stopped = False
+        self._owner: int | None = None
+        self._owner_s = 0.0
 
     def stop(self) -> None:
         """From now on no sidecar is started: the client closes."""
@@ -52,11 +54,15 @@ class SidecarWatch:
             logger.warning("the sidecar of job %s answers again", self._config.job_id)
             self._on_served()
 
-    def beat(self, silent_s: float) -> None:
+    def beat(self, silent_s: float, now_s: float) -> None:
         """A second has passed; ``silent_s`` is for how long the oldest heartbeat without an answer is waiting."""
         if silent_s < SILENT_S:
             return
         owner = lock_owner(self._config.runtime_dir)
+        if owner != self._owner:
+            self._owner, self._owner_s = owner, now_s
+        if owner is not None:
+            silent_s = min(silent_s, now_s - self._owner_s)  # one that has just been started is not to blame
         if silent_s > self._config.connect_timeout_s:
             self._lost = True
             self._on_lost(self._failure(silent_s, owner))

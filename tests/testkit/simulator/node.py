@@ -121,22 +121,26 @@ class SimNode:
         # An odd number for each life: generations of two lives never meet, as with the 40 random bits of the daemon.
         self.jobs = JobTable(JOB, f"{self.life:016x}", self.name, TORCH, generation=1000 * self.life)
         self.checkpoints = CheckpointTable(self.world.new_token) if self.index == 0 else None
-        self.posted: deque[Event] = deque()
-        self.lanes: dict[str, list[workers.Work]] = {"layout": [], "write": [], "commit": []}
-        self.attached: dict[tuple[int, int], tuple[Region, str]] = {}
-        self.writing: dict[int, tuple[int, int]] = {}
-        self.preparing: dict[int, tuple[int, int]] = {}
-        self.cancelled: set[tuple[int, SaveKey]] = set()
+        self._has_no_work()
         self.heard_s = self.world.now_s
         self.heard_of: dict[int, float] = {}
         regions = self.shm.find(self.world.lives)
         if regions:
             self.take(RegionsFound(regions))
 
+    def _has_no_work(self) -> None:
+        self.posted: deque[Event] = deque()
+        self.lanes: dict[str, list[workers.Work]] = {"layout": [], "write": [], "commit": []}
+        self.attached: dict[tuple[int, int], tuple[Region, str]] = {}
+        self.writing: dict[int, tuple[int, int]] = {}
+        self.preparing: dict[int, tuple[int, int]] = {}
+        self.cancelled: set[tuple[int, SaveKey]] = set()
+
     def dies(self, lost: int) -> None:
         """SIGKILL. ``lost`` draws how much of what was on its way is lost."""
         self.is_up = False
         self.fuse = NEVER
+        self._has_no_work()
         for client in self.world.clients_of(self):
             client.connection.breaks(lost % 4, lost % 3)
         if self.index == 0:

@@ -30,6 +30,10 @@ class Client:
     def _on_served(self) -> None:
         self.served += 1
 
+    def beat(self, silent_s: float) -> None:
+        """A beat at a time when the silence began at 1000 s."""
+        self.watch.beat(silent_s, 1000.0 + silent_s)
+
 
 @pytest.fixture
 def config(tmp_path: Path) -> ClientConfig:
@@ -54,7 +58,7 @@ def lock(config: ClientConfig) -> Iterator[None]:
 
 
 def test_a_short_silence_is_none(client: Client) -> None:
-    client.watch.beat(SILENT_S / 2)
+    client.beat(SILENT_S / 2)
     assert (client.lost, client.starts) == ([], [])
 
 
@@ -64,11 +68,11 @@ def test_a_sidecar_that_has_died_is_replaced_once(client: Client, monkeypatch: p
         "ckpt_trainer_client.sidecar_watch.start_sidecar", lambda job_id, shm_root, timeout_s: started.append(job_id)
     )
     for silent_s in (SILENT_S, SILENT_S + 1):
-        client.watch.beat(silent_s)
+        client.beat(silent_s)
     (start,) = client.starts
     start()
     assert started == ["job"]
-    client.watch.beat(SILENT_S + 2)  # that one has died too
+    client.beat(SILENT_S + 2)  # that one has died too
     assert len(client.starts) == 2
     assert client.lost == []
 
@@ -78,10 +82,10 @@ def test_one_that_could_not_be_started_is_tried_again(client: Client, monkeypatc
         raise OSError("no more processes")
 
     monkeypatch.setattr("ckpt_trainer_client.sidecar_watch.start_sidecar", fails)
-    client.watch.beat(SILENT_S)
+    client.beat(SILENT_S)
     with pytest.raises(OSError, match="no more processes"):
         client.starts[0]()
-    client.watch.beat(SILENT_S)
+    client.beat(SILENT_S)
     assert len(client.starts) == 2
 
 
@@ -89,15 +93,15 @@ def test_nobody_is_started_by_a_client_that_closes_or_is_supervised(config: Clie
     closing, supervised = Client(config), Client(replace(config, supervised=True))
     closing.watch.stop()
     for client in (closing, supervised):
-        client.watch.beat(SILENT_S)
+        client.beat(SILENT_S)
         assert client.starts == []
 
 
 def test_after_the_bound_what_needs_a_sidecar_fails_at_every_beat(client: Client) -> None:
-    client.watch.beat(BOUND_S)
+    client.beat(BOUND_S)
     assert client.lost == []
     for silent_s in (BOUND_S + 1, BOUND_S + 2):
-        client.watch.beat(silent_s)
+        client.beat(silent_s)
     assert [failure.kind for failure in client.lost] == ["SidecarLost"] * 2
     assert client.lost[1].message == f"no sidecar ran for {BOUND_S + 2:.0f} s"
     assert (client.lost[0].rank, client.lost[0].node) == (3, "node-a")
@@ -105,17 +109,34 @@ def test_after_the_bound_what_needs_a_sidecar_fails_at_every_beat(client: Client
 
 @pytest.mark.usefixtures("lock")
 def test_one_that_holds_the_lock_and_does_not_answer_is_named(client: Client) -> None:
-    client.watch.beat(BOUND_S + 1)
+    client.beat(SILENT_S)
+    client.beat(SILENT_S + BOUND_S)
+    assert client.lost == []
+    client.beat(SILENT_S + BOUND_S + 1)
     (failure,) = client.lost
     assert failure.kind == "SidecarSilent"
     assert "the sidecar (pid 4711) has not answered for 121 s" in failure.message
     assert client.starts == []
 
 
+def test_one_that_was_started_after_a_long_silence_is_not_to_blame_for_it(client: Client, config: ClientConfig) -> None:
+    client.beat(BOUND_S + 1)
+    assert [failure.kind for failure in client.lost] == ["SidecarLost"]
+    fd = os.open(lock_path(config.runtime_dir), os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        client.beat(BOUND_S + 2)
+        assert len(client.lost) == 1
+        client.beat(2 * BOUND_S + 3)
+        assert [failure.kind for failure in client.lost] == ["SidecarLost", "SidecarSilent"]
+    finally:
+        os.close(fd)
+
+
 def test_an_answer_after_the_bound_is_told_once(client: Client) -> None:
     client.watch.heard()
     assert client.served == 0
-    client.watch.beat(BOUND_S + 1)
+    client.beat(BOUND_S + 1)
     client.watch.heard()
     client.watch.heard()
     assert client.served == 1
