@@ -50,7 +50,8 @@ class Hello(Message):
     ``session`` is empty at first and repeated when a client connects again. ``incarnation`` is torchelastic's restart
     count. ``next_seq`` is the number of the client's next save, ``in_flight`` the numbers of those whose end it does
     not know: what is neither has ended, whatever a restarted sidecar finds of it. ``coordinator`` is the ``host:port``
-    of rank 0's node for the sidecars of the others; empty if all ranks are on one node.
+    of rank 0's node for the sidecars of the others; empty if all ranks are on one node. ``degrades``: without a sidecar
+    the rank still has its shards written, and waits for the commit as long as for a late rank.
     """
 
     job_id: str
@@ -68,6 +69,7 @@ class Hello(Message):
     next_seq: int = 0
     in_flight: tuple[int, ...] = ()
     coordinator: str = ""
+    degrades: bool = False
 
     def __post_init__(self) -> None:
         check_job_id(self.job_id)

@@ -17,6 +17,8 @@ from ckpt_proto.errors import LocalProtocolError
 from ckpt_proto.identity import check_job_id
 
 DEFAULT_SHM_ROOT = "/dev/shm"
+STAND_IN = "stand-in"
+"""Before the pid in the lock of a process that only stands in for a sidecar."""
 MAX_SOCKET_PATH_BYTES = 107
 """Length of ``sun_path`` on Linux, less the closing NUL; libzmq truncates a longer one silently."""
 
@@ -52,7 +54,7 @@ def endpoint(directory: Path) -> str:
 
 
 def lock_path(directory: Path) -> Path:
-    """The lock file; it holds the pid of the sidecar that has it."""
+    """The lock file; it holds the pid of the sidecar that has it, or ``stand-in`` and a pid."""
     return directory / "sidecar.lock"
 
 
@@ -81,7 +83,21 @@ def make_private_dir(path: Path) -> None:
 
 
 def lock_owner(directory: Path) -> int | None:
-    """Pid of the process that holds the sidecar's lock in ``directory``, or None if nobody does."""
+    """Pid of the sidecar that holds the lock in ``directory``, 0 if it has not said; None if none does."""
+    text = _lock_text(directory)
+    if text is None or text.startswith(STAND_IN):
+        return None
+    return int(text) if text.isdigit() else 0
+
+
+def stand_in_runs(directory: Path) -> bool:
+    """Whether a stand-in holds the lock: a process that does one thing in place of a sidecar and serves nobody."""
+    text = _lock_text(directory)
+    return text is not None and text.startswith(STAND_IN)
+
+
+def _lock_text(directory: Path) -> str | None:
+    """What the holder of the lock has written into it; None if nobody holds it."""
     try:
         fd = os.open(lock_path(directory), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -89,8 +105,7 @@ def lock_owner(directory: Path) -> int | None:
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        text = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
-        return int(text) if text.isdigit() else 0
+        return os.pread(fd, 32, 0).decode("ascii", "replace").strip()
     finally:
         os.close(fd)
     return None

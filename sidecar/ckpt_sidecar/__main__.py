@@ -1,4 +1,4 @@
-"""``ckpt-sidecar``: run, start, status, health, recover, keygen. None of them imports torch on its way to an answer.
+"""``ckpt-sidecar``: run, start, status, health, recover, stand-in, keygen. None of those that answer imports torch.
 
 Exit codes: 0 done / healthy; 1 drain cut short / degraded / recover found problems; 2 wrong arguments / unreachable /
 recover cannot use the directory; 3 could not start; 4 another sidecar serves this job on this node.
@@ -18,6 +18,7 @@ from ckpt_proto.runtime_dir import DEFAULT_SHM_ROOT, job_dirs, lock_owner
 from ckpt_proto.status import SidecarStatus
 from ckpt_sidecar.config import add_option, add_run_options, config_from
 from ckpt_sidecar.recover_command import add_recover_command
+from ckpt_sidecar.stand_in_command import add_stand_in_command
 
 EXIT_OK, EXIT_DEGRADED, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_NOT_STARTED, EXIT_LOCK_TAKEN = 0, 1, 2, 2, 3, 4
 
@@ -65,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         if name == "status":
             query.add_argument("--json", action="store_true", help="machine-readable: a list of sidecars")
     add_recover_command(commands)
+    add_stand_in_command(commands)
     keygen = commands.add_parser("keygen", help="draw the key with which sidecars of several nodes know each other")
     keygen.add_argument("file", type=Path, metavar="FILE", help="a new file, mode 0600; the same goes to every node")
     keygen.set_defaults(command=_keygen)

@@ -69,6 +69,10 @@ class AttemptWatch:
             missing = [rank for rank in event.ranks if rank in attempt.unpersisted_ranks]
             if not missing or attempt.state is not CheckpointState.OPEN or now_s - attempt.opened_s < NODE_GRACE_S:
                 continue
+            if now_s - attempt.opened_s <= attempt.stage_timeout_s and self._members.degrade(
+                attempt.save.session, missing
+            ):
+                continue  # they may have no sidecar and write all the same: the tick looks for what they have written
             if not attempt.silence_listed:
                 attempt.silence_listed = True  # what it has written before it fell silent counts
                 actions += self._end.look(attempt, now_s)

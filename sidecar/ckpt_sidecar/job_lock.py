@@ -12,30 +12,37 @@ import time
 from pathlib import Path
 
 from ckpt_proto.errors import CheckpointError
-from ckpt_proto.runtime_dir import lock_owner, lock_path, make_private_dir
+from ckpt_proto.runtime_dir import STAND_IN, lock_owner, lock_path, make_private_dir, stand_in_runs
 
 PROBE_PATIENCE_S = 1.0
+PROBE_POLL_S = 0.001
+
+STAND_IN_PATIENCE_S = 30.0
+STAND_IN_POLL_S = 0.02
+"""How long, and how often, whoever wants the lock looks whether a stand-in has ended: a lock has no wake-up."""
 
 
 class JobLockTaken(CheckpointError):
-    """Another living sidecar serves this job on this node."""
+    """Another living sidecar serves this job on this node, or a stand-in does not end."""
 
 
 class JobLock:
-    """Held from construction to :meth:`release`.
+    """Held from construction to :meth:`release`; by a sidecar, or by a ``stand_in`` for one.
+
+    A stand-in that holds it is waited for, at most ``patience_s`` seconds; a sidecar is not.
 
     Raises:
         JobLockTaken: somebody else holds it; the text names its pid.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, stand_in: bool = False, patience_s: float = STAND_IN_PATIENCE_S) -> None:
         self._path = lock_path(directory)
-        self._fd = self._take(directory)
+        self._fd = self._take(directory, patience_s)
         os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        os.pwrite(self._fd, f"{STAND_IN + ' ' if stand_in else ''}{os.getpid()}\n".encode(), 0)
 
-    def _take(self, directory: Path) -> int:
-        deadline = time.monotonic() + PROBE_PATIENCE_S
+    def _take(self, directory: Path, patience_s: float) -> int:
+        started_s = time.monotonic()
         while True:
             make_private_dir(directory)
             try:
@@ -46,16 +53,31 @@ class JobLock:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 os.close(fd)
-                if lock_owner(directory) is None and time.monotonic() < deadline:
-                    time.sleep(0.001)  # only looked at: a probe holds a shared lock for a moment, which has no wake-up
-                    continue
-                raise JobLockTaken(
-                    f"a sidecar (pid {lock_owner(directory) or 'unknown'}) already serves job {directory.name} on this "
-                    f"node: it holds {self._path}"
-                ) from None
+                self._wait(directory, time.monotonic() - started_s, patience_s)
+                continue
             if self._is_current(fd):
                 return fd
             os.close(fd)  # locked a file that its last owner has removed since: take the new one
+
+    def _wait(self, directory: Path, waited_s: float, patience_s: float) -> None:
+        """Sleep for a moment if the lock may soon be free: a probe holds a shared one, or a stand-in ends.
+
+        Raises:
+            JobLockTaken: it will not be, or not in time.
+        """
+        if stand_in_runs(directory):
+            if waited_s < patience_s:
+                time.sleep(STAND_IN_POLL_S)
+                return
+            raise JobLockTaken(f"a stand-in for the sidecar of job {directory.name} still holds {self._path}")
+        owner = lock_owner(directory)
+        if owner is None and waited_s < max(PROBE_PATIENCE_S, patience_s):
+            time.sleep(PROBE_POLL_S)
+            return
+        raise JobLockTaken(
+            f"a sidecar (pid {owner or 'unknown'}) already serves job {directory.name} on this node: it holds "
+            f"{self._path}"
+        )
 
     def _is_current(self, fd: int) -> bool:
         try:

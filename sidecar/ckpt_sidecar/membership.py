@@ -259,6 +259,11 @@ class Membership:
         if self.session is not None:
             self.session.silent.update(self.session.members.keys() & set(ranks))
 
+    def degrade(self, token: str, ranks: Iterable[int]) -> bool:
+        """Whether the clients of these ranks of a session have their shards written without a sidecar."""
+        session = self._past.get(token)
+        return session is not None and all(rank in session.hellos and session.hellos[rank].degrades for rank in ranks)
+
     def heard(self, rank: int, token: str) -> None:
         """Something was heard of a rank, perhaps about a session: a client of it has been there."""
         if self.session is not None:

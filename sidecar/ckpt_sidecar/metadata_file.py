@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckpt_proto.attempt_files import MAX_METADATA_BYTES
 from ckpt_proto.errors import StorageError
-from ckpt_sidecar.regular_file import read_regular_file
-
-MAX_METADATA_BYTES = 1 << 30
-"""Largest ``.metadata`` that is read; 1,024 ranks x 2,000 items make about 300 MiB."""
+from ckpt_proto.regular_file import read_regular_file
 
 _DCP = "torch.distributed.checkpoint.metadata"
 _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")

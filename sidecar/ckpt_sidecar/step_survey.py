@@ -6,20 +6,20 @@ Nothing is changed, no link is followed, and nothing that is read is believed be
 from __future__ import annotations
 
 import os
-import re
 import stat
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from ckpt_proto.attempt_files import MAX_METADATA_BYTES
 from ckpt_proto.checkpoint_layout import METADATA_NAME, attempt_of, data_file_name, manifest_name, target_of
 from ckpt_proto.codec import MAX_MESSAGE_BYTES, decode
 from ckpt_proto.errors import RemoteProtocolError, StorageError
 from ckpt_proto.identity import SaveKey, save_key_of
+from ckpt_proto.regular_file import read_regular_file
 from ckpt_proto.shard_manifest import ShardManifest
-from ckpt_sidecar.metadata_file import MAX_METADATA_BYTES, parse_metadata
+from ckpt_sidecar.metadata_file import parse_metadata
 from ckpt_sidecar.recovery_plan import FoundAttempt, FoundCommit, FoundFile, FoundManifest, FoundStep, is_spared
-from ckpt_sidecar.regular_file import read_regular_file
 
 
 def survey_step(path: Path, step: int, spare: frozenset[str] = frozenset()) -> FoundStep:
@@ -50,19 +50,6 @@ def attempt_files(path: Path, save: SaveKey) -> tuple[FoundFile, ...]:
     """The data files and manifests of an attempt, as they are now."""
     names = (name for name in os.listdir(path) if (of := attempt_of(name)) is not None and of[1] == save.save_id)
     return found_files(path, names)
-
-
-def is_named_in_metadata(path: Path, save_id: str) -> bool:
-    """Whether a step's ``.metadata`` has the name of an attempt anywhere in it. False if there is none.
-
-    Raises:
-        StorageError: it cannot be read.
-    """
-    try:
-        content, _ = read_regular_file(path / METADATA_NAME, MAX_METADATA_BYTES)
-    except FileNotFoundError:
-        return False
-    return re.search(re.escape(save_id.encode()) + rb"(?![0-9])", content) is not None
 
 
 def found_files(path: Path, names: Iterable[str]) -> tuple[FoundFile, ...]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from ckpt_proto.attempt_files import is_named_in_metadata
 from ckpt_proto.checkpoint_layout import checkpoint_id, data_file_name, manifest_name
 from ckpt_proto.errors import FailureReport, StorageError, report_of
 from ckpt_proto.region import region_path
@@ -43,7 +44,6 @@ from ckpt_sidecar.leftovers import read_seal
 from ckpt_sidecar.orphans import await_finishing_jobs
 from ckpt_sidecar.passing_errors import may_pass
 from ckpt_sidecar.recovery import recover_directory
-from ckpt_sidecar.step_survey import is_named_in_metadata
 
 REAP_OLDER_THAN_S = 3600.0
 """Longer than any rank or node may be silent in the middle of writing."""

@@ -94,6 +94,7 @@ HELLO = m.Hello(
     next_seq=4,
     in_flight=(2, 3),
     coordinator="node-a:29431",
+    degrades=True,
 )
 
 EXAMPLES: tuple[m.Message, ...] = (

@@ -12,13 +12,15 @@ logger = logging.getLogger(__name__)
 
 CALLBACKS = "ckpt-callbacks"
 DECISIONS = "ckpt-decide"
+STAND_IN = "ckpt-stand-in"
 
 
 class CallbackThread:
     """Runs what it is given, in order. Ended by :meth:`close`, after everything given before.
 
     `ckpt-callbacks` resolves futures and runs post-commit hooks; `ckpt-decide` runs pre-commit hooks, if there are any,
-    so that a commit does not wait for somebody's slow callback.
+    so that a commit does not wait for somebody's slow callback; `ckpt-stand-in` has what is staged written while there
+    is no sidecar, if that is wanted.
     """
 
     def __init__(self, name: str = CALLBACKS) -> None:

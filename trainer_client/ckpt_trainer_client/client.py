@@ -56,6 +56,10 @@ class CheckpointClient:
         backpressure: when every slot is still being persisted, ``"wait"`` (at most ``backpressure_timeout_s``
             seconds) or ``"skip"`` the save on every rank.
         stage_timeout_s: how far apart in seconds the ranks may call ``save()``.
+        connect_timeout_s: how long in seconds to wait for a sidecar, at the start and when it has died later.
+        no_sidecar: what becomes of saves when that has passed later: ``"error"``, they fail; ``"degraded"``, this
+            client has them written and committed without a sidecar: slowly, and only with the structure of the save
+            before. The same on every rank.
         pre_commit, post_commit: hooks ``(step, checkpoint_id)``: on rank 0 before a commit (raise or return False to
             veto), on every rank after it. They run on a thread of the client.
         planner: a DCP ``SavePlanner`` for every save; a ``DefaultSavePlanner`` if None.
@@ -80,6 +84,7 @@ class CheckpointClient:
         stage_timeout_s: float | None = None,
         connect_timeout_s: float | None = None,
         close_timeout_s: float | None = None,
+        no_sidecar: str | None = None,
         rank: int | None = None,
         world_size: int | None = None,
         job_id: str | None = None,
@@ -95,6 +100,7 @@ class CheckpointClient:
             stage_timeout_s=stage_timeout_s,
             connect_timeout_s=connect_timeout_s,
             close_timeout_s=close_timeout_s,
+            no_sidecar=no_sidecar,
             rank=rank,
             world_size=world_size,
             job_id=job_id,

@@ -60,6 +60,17 @@ class CommitDecisions:
             decided = [self._decided.get(save) for save in pending]
         return [answer for answer in decided if answer is not None and not answer.accept]
 
+    def decision(self, save: SaveKey, checkpoint_id: str) -> DecideCommit | None:
+        """The decision on a save that no coordinator asks about; None while the hooks run. They run once per save."""
+        if not self._hooks.has_pre:
+            return DecideCommit(save, True)
+        with self._lock:
+            is_new = save not in self._decided
+            decided = self._decided.setdefault(save, None)
+        if is_new:
+            self._thread.submit(partial(self._decide, AskCommit(save, checkpoint_id)))
+        return decided
+
     def _decide(self, message: AskCommit) -> None:
         veto = self._hooks.veto(message.save.step, message.checkpoint_id)
         decided = DecideCommit(message.save, veto is None, veto or "")

@@ -15,6 +15,7 @@ from ckpt_proto.node_name import node_name
 from ckpt_proto.runtime_dir import DEFAULT_SHM_ROOT, runtime_dir
 
 BACKPRESSURE = ("wait", "skip")
+NO_SIDECAR = ("error", "degraded")
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,11 @@ class ClientConfig:
         slots: regions of this rank: with 2, one can be persisted while the next is staged.
         backpressure: when no slot is free: ``wait`` at most ``backpressure_timeout_s``, or ``skip`` the save.
         stage_timeout_s: how long the ranks may be apart in calling ``save()`` before the attempt is given up.
-        connect_timeout_s: how long to wait for a sidecar at start.
+        connect_timeout_s: how long to wait for a sidecar, at start and later.
         close_timeout_s: how long ``close()`` waits for saves in flight.
         coordinator: ``host:port`` where the sidecars of other nodes find that of rank 0's; empty for one node.
+        no_sidecar: what becomes of saves when that has passed later on: ``error``, they fail; ``degraded``, the client
+            has them written without one, slowly.
         supervised: somebody else restarts the sidecar (the wrapper), so the client never starts one.
     """
 
@@ -49,10 +52,13 @@ class ClientConfig:
     close_timeout_s: float = 600.0
     supervised: bool = False
     coordinator: str = ""
+    no_sidecar: str = "error"
 
     def __post_init__(self) -> None:
         if self.backpressure not in BACKPRESSURE:
             raise ValueError(f"backpressure is {self.backpressure!r}; it can be one of {BACKPRESSURE}")
+        if self.no_sidecar not in NO_SIDECAR:
+            raise ValueError(f"no_sidecar is {self.no_sidecar!r}; it can be one of {NO_SIDECAR}")
         if not 1 <= self.slots <= MAX_SLOTS:
             raise ValueError(f"slots is {self.slots}; it can be 1 to {MAX_SLOTS}")
         if not 0 <= self.rank < self.world_size:

@@ -6,6 +6,7 @@
 | `ckpt-link`      | SidecarLink    | the socket; reports to pool, exchange, this file | close(): Farewell, join |
 | `ckpt-callbacks` | CallbackThread | resolves handles, post-commit hooks, restarts a sidecar | close(): join |
 | `ckpt-decide`    | CallbackThread | pre-commit hooks, if there are any               | close(): join      |
+| `ckpt-stand-in`  | CallbackThread | stand-ins for a sidecar, if `no_sidecar` says so | close(): kill, join |
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 
+from ckpt_proto.checkpoint_layout import checkpoint_id
 from ckpt_proto.errors import FailureReport, RemoteProtocolError, SidecarUnreachable
+from ckpt_proto.identity import SaveKey
 from ckpt_proto.messages import (
     Aborted,
     AskCommit,
@@ -47,6 +51,7 @@ from ckpt_trainer_client.callback_thread import CallbackThread
 from ckpt_trainer_client.commit_decisions import CommitDecisions
 from ckpt_trainer_client.commit_hooks import CommitHooks, PostCommitHook, PreCommitHook
 from ckpt_trainer_client.config import ClientConfig
+from ckpt_trainer_client.degraded_saves import DegradedSaves, SavesOfClient
 from ckpt_trainer_client.errors import SidecarRefused
 from ckpt_trainer_client.plan_exchange import PlanExchange
 from ckpt_trainer_client.questions import Questions
@@ -54,7 +59,7 @@ from ckpt_trainer_client.region_pool import RegionPool
 from ckpt_trainer_client.saves_in_flight import SavesInFlight
 from ckpt_trainer_client.sidecar_link import SidecarLink
 from ckpt_trainer_client.sidecar_start import ensure_sidecar, sidecar_runs
-from ckpt_trainer_client.sidecar_watch import SidecarWatch
+from ckpt_trainer_client.sidecar_watch import SIDECAR_LOST, SidecarWatch
 from ckpt_trainer_client.unanswered import Unanswered
 
 logger = logging.getLogger(__name__)
@@ -93,6 +98,27 @@ class Connection:
         self.session = ""
         self.next_seq = 0
         self.unanswered = Unanswered()
+        self._degraded = self._degraded_saves() if config.no_sidecar == "degraded" else None
+
+    def _degraded_saves(self) -> DegradedSaves:
+        saves = SavesOfClient(
+            session=lambda: self.session,
+            pending=self.saves.pending,
+            submits=self._submits,
+            holds=lambda submit: self.pool.holds(submit.slot, submit.save.seq),
+            freed=lambda submit: self.pool.on_freed(submit.slot, submit.generation, submit.save.seq),
+            persisted=self.saves.persisted,
+            committed=lambda save: self._on_committed(
+                Committed(save, checkpoint_id(self._config.directory, save.step))
+            ),
+            failed=self._fail,
+            decision=self._decisions.decision,
+            serve=self._serve,
+        )
+        return DegradedSaves(self._config, saves)
+
+    def _submits(self) -> list[SubmitShard]:
+        return self.unanswered.submits()  # of the session of now
 
     # ------------------------------------------------------------ handshake
 
@@ -105,6 +131,8 @@ class Connection:
         self._torch_version = torch_version
         self._callbacks.start()
         self._decisions.start()
+        if self._degraded is not None:
+            self._degraded.start()
         self._link.start()
         self._link.start_heartbeat()
         try:
@@ -164,6 +192,7 @@ class Connection:
             next_seq=next_seq,
             in_flight=tuple(save.seq for save in self.saves.pending()),
             coordinator=config.coordinator,
+            degrades=self._degraded is not None,
         )
 
     def _await_welcome(self, deadline: float) -> Welcome | Refused | None:
@@ -193,6 +222,8 @@ class Connection:
         """Hand a sealed region over; said again until its end is known."""
         self.unanswered.submitted(submit)
         self._link.send(submit)
+        if self._degraded is not None:
+            self._degraded.wake()
 
     def report(self, report: ReportFailure | ReportSkip) -> None:
         """Tell the other ranks that this one gave a save up; said again until the coordinator has aborted it."""
@@ -293,12 +324,20 @@ class Connection:
         """Fail every save in flight, staged or not."""
         for save in self.saves.pending():
             failure = FailureReport(kind, f"{why} while step {save.step} was in flight", hint)
-            failure = failure.at(self._config.rank, self._config.node)
-            self.exchange.on_message(Aborted(save, (failure,)))
-            self.saves.failed(save, [failure])
-            # Ranks that have not called save() for this attempt yet must not wait for this one when they do.
-            self.report(ReportFailure(save, failure))
+            self._fail(save, [failure.at(self._config.rank, self._config.node)])
+
+    def _fail(self, save: SaveKey, failures: Sequence[FailureReport]) -> None:
+        """This rank gives a save up, staged or not, and says so to whom it concerns."""
+        self.exchange.on_message(Aborted(save, tuple(failures)))
+        self.saves.failed(save, failures)
+        # Ranks that have not called save() for this attempt yet must not wait for this one when they do.
+        self.report(ReportFailure(save, failures[0]))
         self.pool.wake()
+
+    def _serve(self, unserved: FailureReport | None) -> None:
+        """Tell a save that waits for a sidecar that there is none, or, by None, that there is one again."""
+        self.exchange.serve(unserved)
+        self.pool.serve(unserved)
 
     def _on_link_failure(self, error: Exception) -> None:
         self.pool.interrupt(f"the link to the sidecar has failed: {error}")
@@ -337,10 +376,20 @@ class Connection:
 
     def _on_lost(self, failure: FailureReport) -> None:
         """There is no sidecar, or none that answers: nothing that waits for it may wait on."""
+        if self._degraded is not None and self.session and failure.kind == SIDECAR_LOST:
+            self._allow()
+            if not self._closing:
+                self._degraded.begin(failure)
+            return
         self.pool.interrupt(failure.message)
         self._fail_all(failure.kind, failure.message, failure.hint)
 
     def _on_served(self) -> None:
+        self._allow()
+        if self._degraded is not None:
+            self._degraded.end()
+
+    def _allow(self) -> None:
         if self._refused is None:
             self.pool.interrupt("")
 
@@ -360,6 +409,8 @@ class Connection:
             ending.callback(self._link.close)
             ending.callback(self._callbacks.close, ANSWER_TIMEOUT_S)
             ending.callback(self._decisions.close, ANSWER_TIMEOUT_S)
+            if self._degraded is not None:
+                ending.callback(self._degraded.close, ANSWER_TIMEOUT_S)
 
     def _await_farewell(self, deadline: float) -> bool:
         with self._changed:

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from ckpt_proto.errors import FailureReport, report_of
 from ckpt_proto.identity import SaveKey
@@ -34,6 +35,16 @@ class PlanExchange:
         self._to_make: MakeGlobalPlan | None = None
         self._aborted: dict[int, Aborted] = {}
         self._proposed: ProposePlan | None = None
+        self._unserved: FailureReport | None = None
+
+    def serve(self, unserved: FailureReport | None) -> None:
+        """While ``unserved`` is given no sidecar hands plans on: a save that needs one fails at once, for that reason.
+
+        Called by the link.
+        """
+        with self._arrived:
+            self._unserved = unserved
+            self._arrived.notify_all()
 
     def on_message(self, message: FinalPlan | MakeGlobalPlan | Aborted) -> None:
         """Called by the link."""
@@ -67,15 +78,17 @@ class PlanExchange:
 
         Raises:
             PlanningError, UnsupportedLeaf: this rank's part failed.
-            CheckpointFailed: another rank's part failed, or a rank did not call ``save()`` in time.
+            CheckpointFailed: another rank's part failed, a rank did not call ``save()`` in time, or no sidecar runs.
         """
+        with self._arrived:
+            self._raise_if_unserved(save, changed_keys)
         items, digests = state.local_plan()
         proposal = ProposePlan(save, items, digests, changed_keys)
         with self._arrived:
             self._proposed = proposal
         self._send(proposal)
         try:
-            return self._await_plan(save, state)
+            return self._await_plan(save, state, changed_keys)
         finally:
             with self._arrived:
                 self._proposed = None
@@ -87,22 +100,33 @@ class PlanExchange:
         if proposal is not None:
             self._send(proposal)
 
-    def _await_plan(self, save: SaveKey, state: PlanningState) -> SavePlanned:
+    def _raise_if_unserved(self, save: SaveKey, changed_keys: tuple[str, ...]) -> None:
+        if self._unserved is None:
+            return
+        changed = f" (changed: {', '.join(changed_keys)})" if changed_keys else ""
+        text = (
+            f"step {save.step} cannot be saved without a sidecar: its state dict needs a new plan{changed}, on which "
+        )
+        text += f"the ranks agree through one; {self._unserved.message}"
+        raise CheckpointFailed(save.step, [replace(self._unserved, message=text)])
+
+    def _await_plan(self, save: SaveKey, state: PlanningState, changed_keys: tuple[str, ...]) -> SavePlanned:
         deadline = time.monotonic() + self._timeout_s
         while True:
-            message = self._next(save, deadline)
+            message = self._next(save, deadline, changed_keys)
             if isinstance(message, FinalPlan):
                 for warning in message.warnings:
                     logger.warning("%s", warning)
                 return state.finish(message.plan_id, message.items)
             self._make(save, state, message)
 
-    def _next(self, save: SaveKey, deadline: float) -> FinalPlan | MakeGlobalPlan:
+    def _next(self, save: SaveKey, deadline: float, changed_keys: tuple[str, ...] = ()) -> FinalPlan | MakeGlobalPlan:
         with self._arrived:
             while True:
                 answer = self._at_hand(save)
                 if answer is not None:
                     return answer
+                self._raise_if_unserved(save, changed_keys)
                 if not self._arrived.wait(deadline - time.monotonic()):
                     text = (
                         f"no plan for step {save.step} after {self._timeout_s:.0f} s: the coordinator does not answer"

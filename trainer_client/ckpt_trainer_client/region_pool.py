@@ -9,12 +9,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckpt_proto.errors import FailureReport, NotEnoughSharedMemory, RegionError
 from ckpt_proto.lifecycles import REGION, RegionEvent, RegionState, walk
 from ckpt_proto.messages import RegionReady, RegionRefused
-from ckpt_trainer_client.errors import RegionsExhausted, SaveSkipped
+from ckpt_trainer_client.errors import CheckpointFailed, RegionsExhausted, SaveSkipped
 
 PREPARE_TIMEOUT_S = 600.0
 """How long the sidecar may take to import torch and to reserve and touch a region: 1 TiB at 2 GiB/s."""
@@ -36,6 +36,10 @@ class _Slot:
     asked_bytes: int = 0
     ask: Callable[[int, int], None] | None = None
     break_seal: Callable[[], None] | None = None
+
+    def is_sealed_for(self, plan_id: str) -> bool:
+        """Whether another save of the plan can be filled in once that in the slot is written."""
+        return self.state is RegionState.SEALED and self.ready is not None and self.ready.plan_id == plan_id
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class RegionPool:
         self._changed = threading.Condition()
         self._clock = clock
         self._broken: str = ""
+        self._unserved: FailureReport | None = None
         self._resumed = 0
 
     # ------------------------------------------------------------ reported by the link
@@ -145,6 +150,12 @@ class RegionPool:
             self._broken = why
             self._changed.notify_all()
 
+    def serve(self, unserved: FailureReport | None) -> None:
+        """While ``unserved`` is given no sidecar prepares regions: what needs one fails at once, for that reason."""
+        with self._changed:
+            self._unserved = unserved
+            self._changed.notify_all()
+
     def wake(self) -> None:
         """Let a waiting :meth:`acquire` or :meth:`grow` look again whether its save is still wanted."""
         with self._changed:
@@ -165,7 +176,7 @@ class RegionPool:
             SaveSkipped: every slot is being persisted and the policy is ``skip``.
             RegionsExhausted: none became free in time; the text names the steps that hold them.
             NotEnoughSharedMemory, RegionError: the sidecar could not make a region.
-            CheckpointFailed: the attempt was given up meanwhile.
+            CheckpointFailed: the attempt was given up meanwhile, or needs a sidecar and there is none.
         """
         started_s = self._clock()
         asked: set[tuple[int, int]] = set()
@@ -195,7 +206,7 @@ class RegionPool:
 
         Raises:
             NotEnoughSharedMemory, RegionError: it could not be done, or not in time.
-            CheckpointFailed: the attempt was given up meanwhile.
+            CheckpointFailed: the attempt was given up meanwhile, or there is no sidecar.
         """
         deadline = self._clock() + PREPARE_TIMEOUT_S
         asked: set[tuple[int, int]] = set()
@@ -221,6 +232,9 @@ class RegionPool:
             raise _refused(slot.refusal)
         if self._broken:
             raise RegionError(self._broken)
+        if self._unserved is not None:
+            text = f"its byte entries need {byte_capacity} bytes, more than the region has room for"
+            raise _cannot_wait(request, self._unserved, text)
         if (self._resumed, now.generation) not in asked:
             asked.add((self._resumed, now.generation))
             slot.asked_bytes, slot.ask = byte_capacity, request.prepare
@@ -283,12 +297,20 @@ class RegionPool:
 
     def _all_busy(self) -> bool:
         sealed = sum(slot.state is RegionState.SEALED for slot in self._slots)
-        refused = sum(slot.refusal is not None for slot in self._slots)
-        return sealed > 0 and sealed + refused == len(self._slots)
+        lacking = [slot for slot in self._slots if slot.state is not RegionState.SEALED and self._is_lacking(slot)]
+        return sealed > 0 and sealed + len(lacking) == len(self._slots)
+
+    def _is_lacking(self, slot: _Slot) -> bool:
+        """Whether a slot has no region to fill, and nobody is about to make one."""
+        unserved = self._unserved is not None and (slot.ready is None or slot.asked_bytes > 0)
+        return slot.refusal is not None or unserved
 
     def _raise_if_hopeless(self, request: RegionRequest) -> None:
         if self._broken:
             raise RegionError(self._broken)
+        if self._unserved is not None and not any(slot.is_sealed_for(request.plan_id) for slot in self._slots):
+            text = f"no region is prepared for its plan: {self._describe()}"
+            raise _cannot_wait(request, self._unserved, text)
         if self._all_busy() and request.policy == "skip":
             failure = FailureReport("SaveSkipped", f"no free region: {self._describe()}")
             raise SaveSkipped(request.step, [failure])
@@ -301,6 +323,11 @@ class RegionPool:
             f"slot {index} {slot.state.value}" + (f" (step {slot.step})" if slot.step >= 0 else "")
             for index, slot in enumerate(self._slots)
         )
+
+
+def _cannot_wait(request: RegionRequest, unserved: FailureReport, needs: str) -> CheckpointFailed:
+    text = f"step {request.step} cannot be saved without a sidecar: {needs}; {unserved.message}"
+    return CheckpointFailed(request.step, [replace(unserved, message=text)])
 
 
 def _refused(refusal: RegionRefused) -> RegionError:

@@ -13,6 +13,10 @@ from ckpt_trainer_client.sidecar_start import start_sidecar
 SILENT_S = 3.0
 """No answer to heartbeats for so long, and nobody holding the job's lock: the sidecar is dead."""
 
+SIDECAR_LOST = "SidecarLost"
+SIDECAR_SILENT = "SidecarSilent"
+"""Kinds of the failures: none holds the job's lock; one does, and does not answer, so that no other can take its place."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -74,11 +78,11 @@ class SidecarWatch:
         rank, node = self._config.rank, self._config.node
         if owner is None:
             return FailureReport(
-                "SidecarLost", f"no sidecar ran for {silent_s:.0f} s", "see the sidecar's log", rank, node
+                SIDECAR_LOST, f"no sidecar ran for {silent_s:.0f} s", "see the sidecar's log", rank, node
             )
         text = f"the sidecar (pid {owner or 'unknown'}) has not answered for {silent_s:.0f} s, and holds the job's lock"
         hint = "is it stopped, or does it hang? see its log; when it is ended another takes over what is staged"
-        return FailureReport("SidecarSilent", text, hint, rank, node)
+        return FailureReport(SIDECAR_SILENT, text, hint, rank, node)
 
     def _restart(self) -> None:
         try:

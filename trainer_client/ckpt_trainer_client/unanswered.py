@@ -54,6 +54,11 @@ class Unanswered:
             for save in list(self._submits)[:-MAX_KEPT]:
                 del self._submits[save]
 
+    def submits(self) -> list[SubmitShard]:
+        """What has been handed over, in the order of the saves; also of some that have ended."""
+        with self._lock:
+            return sorted(self._submits.values(), key=lambda submit: submit.save.seq)
+
     def reported(self, report: ReportFailure | ReportSkip) -> None:
         """This rank has given a save up."""
         with self._lock:
