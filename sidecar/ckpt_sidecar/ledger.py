@@ -10,10 +10,10 @@ from ckpt_proto.checkpoint_layout import METADATA_NAME, checkpoint_id, data_file
 from ckpt_proto.codec import MAX_MESSAGE_BYTES, decode
 from ckpt_proto.errors import RemoteProtocolError, StorageError
 from ckpt_proto.identity import SaveKey
+from ckpt_proto.regular_file import UnfitFile, read_regular_file
 from ckpt_proto.shard_manifest import ShardManifest
 from ckpt_sidecar.events import ListedShard, ListShards
 from ckpt_sidecar.metadata_file import MetadataUnreadable, read_metadata_file
-from ckpt_sidecar.regular_file import UnfitFile, read_regular_file
 
 
 def durable_shard(directory: str, rank: int, save: SaveKey) -> ShardManifest | None:

@@ -3,9 +3,7 @@ stand-ins, and go on with a sidecar when there is one again."""
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_trainer_client import CheckpointClient, CheckpointFailed
+from ckpt_trainer_client import CheckpointClient
 from testkit.forked_sidecars import ForkedSidecar
 from testkit.ranks import RankStarter
 from testkit.stock_load import load_each
