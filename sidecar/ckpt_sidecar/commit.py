@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ckpt_proto.attempt_files import durable_ranks
 from ckpt_proto.checkpoint_layout import METADATA_NAME, attempt_of, checkpoint_id, manifest_name
 from ckpt_proto.codec import MAX_MESSAGE_BYTES, decode
 from ckpt_proto.errors import AlreadyCommitted, IncompleteCheckpoint, RemoteProtocolError, StorageError
@@ -168,10 +169,10 @@ def _check_still_there(directory: Path, order: Publish) -> None:
 
     Raises:
         IncompleteCheckpoint: a manifest has gone since it was read.
-        OSError: the directory cannot be read.
+        StorageError: the directory cannot be read.
     """
-    names = set(os.listdir(directory))
-    gone = [rank for rank in range(order.world_size) if manifest_name(rank, order.save.save_id) not in names]
+    durable = durable_ranks(directory, order.save.save_id)
+    gone = [rank for rank in range(order.world_size) if rank not in durable]
     if gone:
         text = f"{directory}: the shard manifests of ranks {gone[:20]} were removed while attempt "
         raise IncompleteCheckpoint(f"{text}{order.save.save_id} was published")

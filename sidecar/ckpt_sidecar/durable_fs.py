@@ -66,8 +66,9 @@ class NotDurable(StorageError):
 
 
 def publish(path: Path, content: bytes, *, overwrite: bool, last_look: Callable[[], None] = lambda: None) -> None:
-    """Like :func:`write_file`, but the name appears only if it was free, unless ``overwrite``; ``last_look`` is called
-    just before, and may raise.
+    """Like :func:`write_file`, but the name appears only if it was free, unless ``overwrite``.
+
+    ``last_look`` is called when there is nothing left to do but to give the name; it raises if that must not be.
 
     Raises:
         AlreadyCommitted: somebody else has published ``path``; their file is untouched.

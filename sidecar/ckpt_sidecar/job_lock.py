@@ -22,6 +22,11 @@ STAND_IN_POLL_S = 0.02
 """How long, and how often, whoever wants the lock looks whether a stand-in has ended: a lock has no wake-up."""
 
 
+WRITING_S = 0.05
+"""A lock that has just been taken has its last holder's text for a moment: taking it and writing are two steps. What
+still looks like a sidecar's after so long is one's."""
+
+
 class JobLockTaken(CheckpointError):
     """Another living sidecar serves this job on this node, or a stand-in does not end."""
 
@@ -37,6 +42,7 @@ class JobLock:
 
     def __init__(self, directory: Path, *, stand_in: bool = False, patience_s: float = STAND_IN_PATIENCE_S) -> None:
         self._path = lock_path(directory)
+        self._owned_s: float | None = None  # since when a sidecar seems to hold it
         self._fd = self._take(directory, patience_s)
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{STAND_IN + ' ' if stand_in else ''}{os.getpid()}\n".encode(), 0)
@@ -66,12 +72,18 @@ class JobLock:
             JobLockTaken: it will not be, or not in time.
         """
         if stand_in_runs(directory):
+            self._owned_s = None
             if waited_s < patience_s:
                 time.sleep(STAND_IN_POLL_S)
                 return
             raise JobLockTaken(f"a stand-in for the sidecar of job {directory.name} still holds {self._path}")
         owner = lock_owner(directory)
-        if owner is None and waited_s < max(PROBE_PATIENCE_S, patience_s):
+        if owner is None:
+            self._owned_s, bound_s = None, max(PROBE_PATIENCE_S, patience_s)
+        else:
+            self._owned_s = waited_s if self._owned_s is None else self._owned_s
+            bound_s = self._owned_s + WRITING_S
+        if waited_s < bound_s:
             time.sleep(PROBE_POLL_S)
             return
         raise JobLockTaken(

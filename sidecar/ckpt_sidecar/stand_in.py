@@ -50,26 +50,36 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Client:
-    """For whom a stand-in writes: a rank, and the numbers of its saves in ``session`` whose end it does not know."""
+    """For whom a stand-in writes: a rank, and the numbers of its saves in ``session`` whose end it does not know.
+
+    ``next_seq`` was the number of its next save when it asked: it has gone on saving since.
+    """
 
     rank: int
     session: str
+    next_seq: int
     pending: frozenset[int]
 
     def wants(self, submit: SubmitShard) -> bool:
         """Whether what is sealed for the rank is a save of this client that has not ended."""
         return submit.save.session == self.session and submit.save.seq in self.pending
 
+    def knows_the_end(self, submit: SubmitShard) -> bool:
+        """Whether what is sealed for the rank is a save of which this client, or an earlier one, was told the end."""
+        return submit.save.session != self.session or (
+            submit.save.seq < self.next_seq and submit.save.seq not in self.pending
+        )
+
 
 @contextmanager
-def holding_the_lock(directory: Path, wait_s: float) -> Iterator[None]:
+def holding_the_lock(directory: Path, wait_s: float, *, needs_regions: bool = True) -> Iterator[None]:
     """The job's lock, for which other stand-ins are waited for at most ``wait_s`` seconds.
 
     Raises:
-        JobLockTaken: a sidecar serves the job (again), another stand-in does not end, or a sidecar has ended in good
-            order since and has removed the job's directory.
+        JobLockTaken: a sidecar serves the job (again), another stand-in does not end, or, if regions are needed, a
+            sidecar has ended in good order since and has removed the job's directory.
     """
-    if not directory.is_dir():
+    if needs_regions and not directory.is_dir():
         raise JobLockTaken(f"{directory} is gone: a sidecar has ended there in good order")
     lock = JobLock(directory, stand_in=True, patience_s=wait_s)
     try:
@@ -110,7 +120,7 @@ def _is_wanted(region: FoundRegion, client: Client) -> bool:
 
 
 def _has_ended(region: FoundRegion, client: Client) -> bool:
-    return region.sealed is not None and _is_own(region, client) and not client.wants(region.sealed)
+    return region.sealed is not None and _is_own(region, client) and client.knows_the_end(region.sealed)
 
 
 def _let_go(directory: Path, region: FoundRegion, client: Client) -> Outcome:
@@ -140,20 +150,22 @@ def _write(directory: Path, order: WriteShard, io: ThreadPoolExecutor, throttle:
 def withdraw_shard(directory: Path, where: str, rank: int, save: SaveKey) -> Outcome:
     """Take a rank's part of an attempt back, so that nobody can commit it any more; unless it is committed.
 
-    The seal goes before the manifest, or who is killed in between would leave a shard that the next sidecar writes
-    again. The data file stays, for a commit that was under way; the next start in ``where`` removes it when it is old.
+    The seal goes in any case, since the region is not needed for what is committed, and before the manifest, or who
+    is killed in between would leave a shard that the next sidecar writes again. The data file stays, for a commit
+    that was under way; the next start in ``where`` removes it when it is old.
     Called while the job's lock is held.
     """
     step_directory = Path(checkpoint_id(where, save.step))
     try:
-        if not is_named_in_metadata(step_directory, save.save_id):
-            for slot in _slots_of(directory, rank, save):
-                break_seal(directory, rank, slot)
+        is_committed = is_named_in_metadata(step_directory, save.save_id)
+        for slot in _slots_of(directory, rank, save):
+            break_seal(directory, rank, slot)
+        if not is_committed:
             remove_files([step_directory / manifest_name(rank, save.save_id)])
     except (CheckpointError, OSError) as error:
         logger.warning("step %d of rank %d: %s", save.step, rank, error)
         return Outcome("withdraw", rank, save, failure=report_of(error))
-    logger.info("step %d of rank %d is withdrawn", save.step, rank)
+    logger.info("step %d of rank %d is %s", save.step, rank, "committed" if is_committed else "withdrawn")
     return Outcome("withdraw", rank, save)
 
 

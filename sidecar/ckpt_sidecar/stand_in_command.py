@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ def add_stand_in_command(commands: Any) -> None:
     works = parser.add_subparsers(required=True, metavar="WORK")
     write = _add(works, "write", "write what is sealed on this node and not durable", _write)
     write.add_argument("--session", required=True, help="the session of the client")
+    write.add_argument("--next-seq", type=int, required=True, help="the number of its next save")
     write.add_argument("--pending", type=int, nargs="*", default=[], help="numbers of its saves that have not ended")
     add_option(write, "--max-write-bytes-per-s", type=float, help="bandwidth cap; none by default")
     for name, text, command in (
@@ -59,7 +61,7 @@ def _write(parsed: argparse.Namespace) -> int:
     from ckpt_sidecar.throttle import Throttle
 
     lower_priority(parsed.nice)
-    client = Client(parsed.rank, parsed.session, frozenset(parsed.pending))
+    client = Client(parsed.rank, parsed.session, parsed.next_seq, frozenset(parsed.pending))
     directory = runtime_dir(parsed.shm_root, parsed.job_id)
     return _locked(parsed, lambda: write_shards(directory, client, Throttle(parsed.max_write_bytes_per_s)))
 
@@ -76,7 +78,8 @@ def _withdraw(parsed: argparse.Namespace) -> int:
     from ckpt_sidecar.stand_in import withdraw_shard
 
     save, directory = _save_of(parsed), runtime_dir(parsed.shm_root, parsed.job_id)
-    return _locked(parsed, lambda: [withdraw_shard(directory, parsed.directory, parsed.rank, save)])
+    work = partial(withdraw_shard, directory, parsed.directory, parsed.rank, save)
+    return _locked(parsed, lambda: [work()], needs_regions=False)
 
 
 def _save_of(parsed: argparse.Namespace) -> SaveKey:
@@ -86,12 +89,13 @@ def _save_of(parsed: argparse.Namespace) -> SaveKey:
     return save
 
 
-def _locked(parsed: argparse.Namespace, work: Any) -> int:
+def _locked(parsed: argparse.Namespace, work: Any, *, needs_regions: bool = True) -> int:
     from ckpt_sidecar.job_lock import JobLockTaken
     from ckpt_sidecar.stand_in import holding_the_lock
 
     try:
-        with holding_the_lock(runtime_dir(parsed.shm_root, parsed.job_id), parsed.wait_s):
+        directory = runtime_dir(parsed.shm_root, parsed.job_id)
+        with holding_the_lock(directory, parsed.wait_s, needs_regions=needs_regions):
             outcomes: Sequence[Outcome] = work()
     except JobLockTaken as error:
         print(f"ckpt-sidecar stand-in: {error}", file=sys.stderr)

@@ -51,12 +51,13 @@ from ckpt_trainer_client.callback_thread import CallbackThread
 from ckpt_trainer_client.commit_decisions import CommitDecisions
 from ckpt_trainer_client.commit_hooks import CommitHooks, PostCommitHook, PreCommitHook
 from ckpt_trainer_client.config import ClientConfig
-from ckpt_trainer_client.degraded_saves import DegradedSaves, SavesOfClient
+from ckpt_trainer_client.degraded_saves import DegradedSaves
 from ckpt_trainer_client.errors import SidecarRefused
 from ckpt_trainer_client.plan_exchange import PlanExchange
 from ckpt_trainer_client.questions import Questions
 from ckpt_trainer_client.region_pool import RegionPool
 from ckpt_trainer_client.saves_in_flight import SavesInFlight
+from ckpt_trainer_client.saves_of_client import SavesOfClient
 from ckpt_trainer_client.sidecar_link import SidecarLink
 from ckpt_trainer_client.sidecar_start import ensure_sidecar, sidecar_runs
 from ckpt_trainer_client.sidecar_watch import SIDECAR_LOST, SidecarWatch
@@ -103,7 +104,9 @@ class Connection:
     def _degraded_saves(self) -> DegradedSaves:
         saves = SavesOfClient(
             session=lambda: self.session,
+            next_seq=lambda: self.next_seq,
             pending=self.saves.pending,
+            given_up=self.saves.given_up,
             submits=self._submits,
             holds=lambda submit: self.pool.holds(submit.slot, submit.save.seq),
             freed=lambda submit: self.pool.on_freed(submit.slot, submit.generation, submit.save.seq),

@@ -7,7 +7,7 @@ rank 0 publishes, and only what is complete; whoever gives up takes its own part
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 
@@ -19,7 +19,13 @@ WITHDRAWN_S: Final = 10.0
 GIVE_UP_S: Final = 60.0
 """How long taking a part back is tried; then the save fails all the same."""
 
+SETTLE_S: Final = 10.0
+"""How long rank 0 waits with a complete save that was in flight when the sidecar was lost. Some rank may have been told
+that the save has failed, and others not: those who know it take their part back in this time."""
+
 MAX_NAMED: Final = 20
+
+IN_DOUBT: Final = "this rank's part could not be taken back: it may still be committed, and is whole then"
 
 
 class Move(Enum):
@@ -52,15 +58,28 @@ class Progress:
         accepted: rank 0's pre-commit hooks have agreed.
         failures: why it is given up; empty while it is not.
         giving_up_s: since when this rank tries to take its part back; ``withdrawn_s`` when that was done.
+        settle_s: how long rank 0 leaves it alone from ``complete_s`` on, when it has first seen it complete.
     """
 
     since_s: float
     overdue_s: float
+    settle_s: float = 0.0
+    complete_s: float | None = None
     seen_first: bool = False
     accepted: bool = False
     failures: tuple[FailureReport, ...] = ()
     giving_up_s: float | None = None
     withdrawn_s: float | None = None
+
+    def is_settled(self, now_s: float) -> bool:
+        """Whether whoever knows that it has failed has had the time to take its part back."""
+        return self.complete_s is not None and now_s - self.complete_s >= self.settle_s
+
+    def failures_told(self) -> tuple[FailureReport, ...]:
+        """Why it has failed, and whether that is certain."""
+        if self.withdrawn_s is not None:
+            return self.failures
+        return tuple(replace(each, hint="; ".join(filter(None, (each.hint, IN_DOUBT)))) for each in self.failures)
 
     def is_overdue(self, now_s: float) -> bool:
         """Whether it has been waited for long enough."""
@@ -78,7 +97,8 @@ def next_move(rank: int, world_size: int, progress: Progress, ledger: Ledger, no
         return Move.FAIL
     if progress.failures:
         return Move.WITHDRAW
-    if rank == 0 and progress.accepted and len(ledger.durable) == world_size:
+    is_complete = len(ledger.durable) == world_size
+    if rank == 0 and progress.accepted and is_complete and progress.is_settled(now_s):
         return Move.PUBLISH
     return Move.WAIT
 
@@ -87,8 +107,22 @@ def given_up_by_first(rank: int, step: int, progress: Progress, ledger: Ledger) 
     """The failure of a save whose shard of rank 0 was durable and is not there any more; empty if it is not so."""
     if rank == 0 or not progress.seen_first or 0 in ledger.durable or ledger.trouble:
         return ()
-    text = f"rank 0 has given step {step} up: it has taken its shard back"
+    text = f"rank 0 has taken its shard of step {step} back: it has given that up, or a later save has replaced it"
     return (FailureReport("CommitRefused", text, "see the log of rank 0", 0),)
+
+
+def region_gone(step: int, path: str) -> tuple[FailureReport, ...]:
+    """The failure of a save whose region has been removed before it was written."""
+    text = (
+        f"what was staged for step {step} is gone: {path} has been removed, as a sidecar does that ends in good order"
+    )
+    return (FailureReport("RegionError", text, "start a sidecar for the job again"),)
+
+
+def hung(save_step: int, waited_s: float) -> FailureReport:
+    """The failure, in doubt, of a save whose storage does not answer."""
+    text = f"step {save_step}: the storage has not answered for {waited_s:.0f} s, and no sidecar runs here"
+    return FailureReport("PublishStalled", text, "does the storage hang? it may still be committed, and is whole then")
 
 
 def late(step: int, missing: Sequence[int], ledger: Ledger, waited_s: float, trouble: str) -> tuple[FailureReport, ...]:

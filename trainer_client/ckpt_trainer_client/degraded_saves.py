@@ -11,19 +11,31 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_proto.attempt_files import durable_ranks, is_named_in_metadata
-from ckpt_proto.checkpoint_layout import METADATA_NAME, checkpoint_id, manifest_name
-from ckpt_proto.errors import FailureReport, RegionError, StorageError
+from ckpt_proto.checkpoint_layout import checkpoint_id
+from ckpt_proto.errors import FailureReport, StorageError
 from ckpt_proto.identity import SaveKey
-from ckpt_proto.messages import DecideCommit, SubmitShard
-from ckpt_proto.region import Seal, region_path, seal_path
+from ckpt_proto.messages import SubmitShard
+from ckpt_proto.region import region_path
 from ckpt_trainer_client.callback_thread import STAND_IN, CallbackThread
 from ckpt_trainer_client.config import ClientConfig
-from ckpt_trainer_client.degraded_decisions import Ledger, Move, Progress, given_up_by_first, late, next_move
-from ckpt_trainer_client.stand_in_process import StandInProcess, StandInReport
+from ckpt_trainer_client.degraded_decisions import (
+    GIVE_UP_S,
+    SETTLE_S,
+    Ledger,
+    Move,
+    Progress,
+    given_up_by_first,
+    hung,
+    late,
+    next_move,
+    region_gone,
+)
+from ckpt_trainer_client.degraded_ledger import LedgerView
+from ckpt_trainer_client.saves_of_client import SavesOfClient
+from ckpt_trainer_client.seal_look import is_sealed
+from ckpt_trainer_client.stand_in_process import KILL_S, StandInProcess, StandInReport
 
 WRITE_AGAIN_S = 5.0
 """How long after one that failed the next stand-in is started to write or to publish."""
@@ -34,48 +46,30 @@ FINAL = ("AlreadyCommitted", "IncompleteCheckpoint")
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class SavesOfClient:
-    """What is asked and told of the client's saves, on the thread ``ckpt-stand-in`` but for ``serve``.
-
-    Attributes:
-        session: the client's session.
-        pending: the saves whose end is not known.
-        submits: what has been handed over, in the order of the saves.
-        holds: whether a slot is sealed for a save number.
-        freed: the slot of a submission may be filled again.
-        persisted, committed, failed: what a handle is told.
-        decision: that of rank 0's pre-commit hooks; None while they run.
-        serve: tells who waits for a sidecar that there is none, or, by None, that there is one again.
-    """
-
-    session: Callable[[], str]
-    pending: Callable[[], list[SaveKey]]
-    submits: Callable[[], list[SubmitShard]]
-    holds: Callable[[SubmitShard], bool]
-    freed: Callable[[SubmitShard], None]
-    persisted: Callable[[SaveKey], None]
-    committed: Callable[[SaveKey], None]
-    failed: Callable[[SaveKey, Sequence[FailureReport]], None]
-    decision: Callable[[SaveKey, str], DecideCommit | None]
-    serve: Callable[[FailureReport | None], None]
-
-
 class DegradedSaves:
     """Owner of the thread ``ckpt-stand-in``. ``begin``, ``end`` and ``wake`` return at once; any thread may call."""
 
-    def __init__(self, config: ClientConfig, saves: SavesOfClient, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: ClientConfig,
+        saves: SavesOfClient,
+        process: StandInProcess | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._config = config
         self._saves = saves
         self._clock = clock
         self._thread = CallbackThread(STAND_IN)
-        self._process = StandInProcess(config)
+        self._process = process or StandInProcess(config)
+        self._view = LedgerView(config.directory, config.rank, config.world_size)
         self._active = threading.Event()
         self._queued = threading.Event()
         self._open: dict[SaveKey, Progress] = {}
         self._trouble = ""
         self._not_before_s = 0.0
-        self._looked: dict[SaveKey, tuple[int, int, int]] = {}
+        self._in_flight_then = False  # whether what is taken in next was in flight when the sidecar was lost
+        self._taken_back: set[SaveKey] = set()
+        self._step_since_s: float | None = None  # when what the thread does now was begun; None if nothing
 
     def start(self) -> None:
         """Start the thread."""
@@ -96,8 +90,9 @@ class DegradedSaves:
         if not self._active.is_set():
             logger.warning("%s: what is staged is written without one, slowly, until there is one again", why.message)
             self._active.set()
-            self._thread.submit(self._open.clear)
+            self._thread.submit(self._begin_anew)
         self._saves.serve(why)
+        self._fail_if_hung()
         self.wake()
 
     def end(self) -> None:
@@ -113,54 +108,101 @@ class DegradedSaves:
             self._queued.set()
             self._thread.submit(self._round)
 
+    def _fail_if_hung(self) -> None:
+        """A storage that hangs holds the thread up, and no handle may wait for it for ever. Called by the link."""
+        since_s, now_s = self._step_since_s, self._clock()
+        if since_s is None or now_s - since_s <= self._config.stage_timeout_s + 2 * KILL_S:
+            return
+        for save in self._saves.pending():
+            self._saves.failed(save, [hung(save.step, now_s - since_s).at(self._config.rank, self._config.node)])
+
     # ------------------------------------------------------------ on the thread ckpt-stand-in
 
+    def _begin_anew(self) -> None:
+        self._open.clear()
+        self._taken_back.clear()
+        self._in_flight_then = True
+
     def _round(self) -> None:
-        """Write what is not durable, then see how each save stands."""
+        """Take back what has failed, write what is not durable, then see how each save stands."""
         self._queued.clear()
+        try:
+            for work in (self._take_back, self._write_sealed, self._settle_all):
+                try:
+                    work()
+                except Exception:  # the bounds of the saves are kept by what comes after
+                    logger.exception("the client's own part without a sidecar has failed")
+        finally:
+            self._step_since_s = None
+
+    def _step(self) -> None:
+        """Something begins that a storage may hold up."""
+        self._step_since_s = self._clock()
+
+    def _take_back(self) -> None:
+        """A save that this rank was told has failed must not be committed by ranks that were not."""
+        for save in self._saves.given_up():
+            if save in self._taken_back or not self._may_start():
+                continue
+            self._step()
+            try:
+                is_done = not self._view.has_own(save) or self._process.withdraw(save, GIVE_UP_S).is_done
+            except OSError as error:
+                logger.warning("step %d has failed, but its shard cannot be looked for: %s", save.step, error)
+                is_done = False
+            if is_done:
+                self._taken_back.add(save)
+            else:
+                self._not_before_s = self._clock() + WRITE_AGAIN_S
+
+    def _write_sealed(self) -> None:
+        session, next_seq = self._saves.session(), self._saves.next_seq()  # before what is pending
         pending = set(self._saves.pending())
         submits = [submit for submit in self._saves.submits() if submit.save in pending or self._saves.holds(submit)]
         self._take_in([submit.save for submit in submits if submit.save in pending])
         if any(map(self._must_be_written, submits)) and self._may_start():
-            self._write(sorted(save.seq for save in pending))
+            self._step()
+            seqs = sorted(save.seq for save in pending)
+            self._take(self._process.write(session, next_seq, seqs, self._config.stage_timeout_s), "write")
         for submit in submits:
-            if self._saves.holds(submit) and not self._is_sealed(submit):
+            if submit.save in self._open and not self._region(submit).exists():
+                self._lost_its_region(submit)
+            if self._saves.holds(submit) and not is_sealed(self._region(submit)):
                 self._saves.freed(submit)
+
+    def _settle_all(self) -> None:
         steps: set[int] = set()
         for save in list(self._open):
-            if self._active.is_set() and save.step not in steps:  # attempts at one step end in their order
+            if save not in self._saves.pending():
+                del self._open[save]  # it has ended elsewhere
+            elif self._active.is_set() and save.step not in steps:  # attempts at one step end in their order
                 self._settle(save)
             steps.add(save.step)
 
     def _take_in(self, saves: Sequence[SaveKey]) -> None:
-        now_s = self._clock()
-        known, bound_s = self._open, self._config.stage_timeout_s
-        self._open = {save: known.get(save) or Progress(now_s, bound_s) for save in saves}
-        self._looked = {save: seen for save, seen in self._looked.items() if save in self._open}
+        now_s, known, bound_s = self._clock(), self._open, self._config.stage_timeout_s
+        settle_s = SETTLE_S if self._in_flight_then else 0.0
+        self._in_flight_then = False
+        self._open = {save: known.get(save) or Progress(now_s, bound_s, settle_s) for save in saves}
+        self._view.keep_only(saves)
 
     def _may_start(self) -> bool:
         return self._active.is_set() and self._clock() >= self._not_before_s
 
     def _must_be_written(self, submit: SubmitShard) -> bool:
-        return self._saves.holds(submit) and self._is_sealed(submit)
+        return self._saves.holds(submit) and is_sealed(self._region(submit))
 
-    def _is_sealed(self, submit: SubmitShard) -> bool:
-        """Whether nobody has broken the seal yet, as a stand-in does when it has made the shard durable."""
-        path = seal_path(region_path(self._config.runtime_dir, submit.rank, submit.slot))
-        if not path.exists():
-            return False
-        try:
-            seal = Seal(path)
-        except RegionError as error:
-            logger.warning("%s", error)
-            return True
-        try:
-            return seal.read() is not None
-        finally:
-            seal.close()
+    def _region(self, submit: SubmitShard) -> Path:
+        return region_path(self._config.runtime_dir, submit.rank, submit.slot)
 
-    def _write(self, pending: Sequence[int]) -> None:
-        self._take(self._process.write(self._saves.session(), pending, self._config.stage_timeout_s), "write")
+    def _lost_its_region(self, submit: SubmitShard) -> None:
+        """Its region has been removed: unless it is durable, it never will be."""
+        self._step()
+        progress = self._open[submit.save]
+        ledger = self._view.look(submit.save)
+        if not (progress.failures or ledger.trouble or ledger.published or self._config.rank in ledger.durable):
+            failed = region_gone(submit.save.step, str(self._region(submit)))
+            progress.failures = tuple(each.at(self._config.rank, self._config.node) for each in failed)
 
     def _take(self, report: StandInReport, work: str) -> bool:
         """Remember what went wrong; whether all was done."""
@@ -173,10 +215,13 @@ class DegradedSaves:
     # ------------------------------------------------------------ how a save stands
 
     def _settle(self, save: SaveKey) -> None:
-        progress, ledger, now_s = self._open[save], self._ledger(save), self._clock()
+        self._step()
+        progress, ledger, now_s = self._open[save], self._view.look(save), self._clock()
         if self._config.rank in ledger.durable:
             self._saves.persisted(save)
         progress.seen_first = progress.seen_first or 0 in ledger.durable
+        if progress.complete_s is None and len(ledger.durable) == self._config.world_size:
+            progress.complete_s = now_s
         if not progress.failures and not ledger.published:
             progress.failures = self._why_given_up(save, progress, ledger, now_s)
         match next_move(self._config.rank, self._config.world_size, progress, ledger, now_s):
@@ -189,7 +234,7 @@ class DegradedSaves:
                 self._withdraw(save, progress, now_s)
             case Move.FAIL:
                 self._end(save)
-                self._saves.failed(save, progress.failures)
+                self._saves.failed(save, progress.failures_told())
 
     def _end(self, save: SaveKey) -> None:
         del self._open[save]
@@ -215,13 +260,13 @@ class DegradedSaves:
     def _late(self, save: SaveKey, progress: Progress, ledger: Ledger, now_s: float) -> tuple[FailureReport, ...]:
         missing: list[int] = []
         try:
-            durable = durable_ranks(Path(self._where(save)), save.save_id)
-            missing = [rank for rank in range(self._config.world_size) if rank not in durable]
+            missing = self._view.missing(save)
         except StorageError as error:
             ledger = Ledger(False, frozenset(), str(error))
         return late(save.step, missing, ledger, now_s - progress.since_s, self._trouble)
 
     def _publish(self, save: SaveKey, progress: Progress) -> None:
+        self._step()
         report = self._process.publish(save, self._config.stage_timeout_s)
         if self._take(report, "publish"):
             self._settle(save)
@@ -233,36 +278,15 @@ class DegradedSaves:
         """Nobody may commit it any more before this rank says that it has failed."""
         if progress.giving_up_s is None:
             progress.giving_up_s = now_s
-        report = self._process.withdraw(save, self._config.stage_timeout_s)
+        self._step()
+        report = self._process.withdraw(save, GIVE_UP_S)
         if report.is_done:
-            progress.withdrawn_s = self._clock()
-            self._settle(save)
+            ledger = self._view.look(save)
+            if not ledger.trouble and self._config.rank not in ledger.durable:  # or it was committed just then
+                progress.withdrawn_s = self._clock()
+                self._settle(save)
         elif not report.met_a_sidecar:
             logger.warning("step %d fails, but its shard cannot be taken back yet: %s", save.step, report)
 
     def _where(self, save: SaveKey) -> str:
         return checkpoint_id(self._config.directory, save.step)
-
-    def _ledger(self, save: SaveKey) -> Ledger:
-        path, rank = Path(self._where(save)), self._config.rank
-        try:
-            published = self._is_published(path, save)
-            if rank == 0:
-                return Ledger(published, durable_ranks(path, save.save_id))
-            durable = [each for each in (0, rank) if (path / manifest_name(each, save.save_id)).exists()]
-            return Ledger(published, frozenset(durable))
-        except (OSError, StorageError) as error:
-            return Ledger(False, frozenset(), str(error))
-
-    def _is_published(self, path: Path, save: SaveKey) -> bool:
-        """Looked into only if it has changed: that of an older attempt may be large."""
-        try:
-            found = (path / METADATA_NAME).stat()
-        except FileNotFoundError:
-            return False
-        seen = (found.st_ino, found.st_mtime_ns, found.st_size)
-        if self._looked.get(save) == seen:
-            return False
-        named = is_named_in_metadata(path, save.save_id)
-        self._looked[save] = seen
-        return named

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
@@ -16,6 +17,9 @@ from ckpt_proto.identity import SaveKey
 from ckpt_trainer_client.callback_thread import CallbackThread
 from ckpt_trainer_client.save_handle import SaveHandle
 
+MAX_KEPT = 64
+"""Saves that have failed, remembered for whoever makes sure of it; far more than one sidecar can leave half removed."""
+
 
 class SavesInFlight:
     """From ``save()`` to committed or failed."""
@@ -24,6 +28,7 @@ class SavesInFlight:
         self._callbacks = callbacks
         self._lock = threading.Lock()
         self._handles: dict[SaveKey, SaveHandle] = {}
+        self._given_up: deque[SaveKey] = deque(maxlen=MAX_KEPT)
 
     def expect(self, save: SaveKey, handle: SaveHandle) -> None:
         """From now on, what arrives about ``save`` resolves ``handle``."""
@@ -53,7 +58,14 @@ class SavesInFlight:
         """The save was given up."""
         handle = self._take(save)
         if handle is not None:
+            with self._lock:
+                self._given_up.append(save)
             self._callbacks.submit(partial(handle._fail, failures, skipped=skipped))
+
+    def given_up(self) -> list[SaveKey]:
+        """The last saves whose handles were told that they have failed."""
+        with self._lock:
+            return list(self._given_up)
 
     def _take(self, save: SaveKey) -> SaveHandle | None:
         with self._lock:

@@ -63,10 +63,13 @@ class StandInProcess:
         self._config = config
         self._stopped = threading.Event()
 
-    def write(self, session: str, pending: Sequence[int], timeout_s: float) -> StandInReport:
-        """Write what is sealed for the saves ``pending`` of this rank, and by ranks of this node that have died."""
+    def write(self, session: str, next_seq: int, pending: Sequence[int], timeout_s: float) -> StandInReport:
+        """Write what is sealed for the saves ``pending`` of this rank, and by ranks of this node that have died.
+
+        What is sealed for another save before ``next_seq`` has ended, and is taken back.
+        """
         numbers = ["--pending", *map(str, pending)] if pending else []
-        return self._run("write", ["--session", session, *numbers], timeout_s)
+        return self._run("write", ["--session", session, "--next-seq", str(next_seq), *numbers], timeout_s)
 
     def publish(self, save: SaveKey, timeout_s: float) -> StandInReport:
         """Commit a complete attempt."""
@@ -89,8 +92,18 @@ class StandInProcess:
         config = self._config
         command = [sys.executable, "-m", "ckpt_sidecar", "stand-in", work, "--job-id", config.job_id]
         command += ["--shm-root", str(config.shm_root), "--rank", str(config.rank), *arguments]
+        try:
+            process = self._start(command)
+        except OSError as error:
+            return StandInReport(None, ((type(error).__name__, f"the stand-in cannot be started: {error}"),))
+        code, output = self._await(process, time.monotonic() + timeout_s)
+        report = StandInReport(code, tuple(_failures_in(output)))
+        logger.debug("stand-in %s: %s", work, report)
+        return report
+
+    def _start(self, command: Sequence[str]) -> subprocess.Popen[str]:
         with self._log() as log:
-            process = subprocess.Popen(
+            return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -100,10 +113,6 @@ class StandInProcess:
                 env=sidecar_environment(),
                 cwd="/",
             )
-        code, output = self._await(process, time.monotonic() + timeout_s)
-        report = StandInReport(code, tuple(_failures_in(output)))
-        logger.debug("stand-in %s: %s", work, report)
-        return report
 
     @contextmanager
     def _log(self) -> Iterator[int]:
