@@ -266,6 +266,8 @@ class DegradedSaves:
         return late(save.step, missing, ledger, now_s - progress.since_s, self._trouble)
 
     def _publish(self, save: SaveKey, progress: Progress) -> None:
+        if save not in self._saves.pending():
+            return  # it was failed, in doubt, while the storage hung
         self._step()
         report = self._process.publish(save, self._config.stage_timeout_s)
         if self._take(report, "publish"):
