@@ -21,6 +21,7 @@ from ckpt_proto.runtime_dir import (
     make_private_dir,
     runtime_dir,
     socket_path,
+    stand_in_runs,
     user_dir,
 )
 
@@ -147,6 +148,20 @@ def test_a_holder_that_has_not_written_its_pid_is_held_by_pid_zero(tmp_path: Pat
 def test_two_that_look_at_once_do_not_take_each_other_for_the_holder(tmp_path: Path) -> None:
     with locked(lock_path(tmp_path), b"1234\n", fcntl.LOCK_SH):
         assert lock_owner(tmp_path) is None
+
+
+def test_a_stand_in_that_holds_the_lock_is_no_sidecar(tmp_path: Path) -> None:
+    with locked(lock_path(tmp_path), b"stand-in 1234\n"):
+        assert lock_owner(tmp_path) is None
+        assert stand_in_runs(tmp_path)
+    assert not stand_in_runs(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"1234\n", b"", b"nonsense"])
+def test_who_does_not_say_so_is_no_stand_in(tmp_path: Path, content: bytes) -> None:
+    assert not stand_in_runs(tmp_path)
+    with locked(lock_path(tmp_path), content):
+        assert not stand_in_runs(tmp_path)
 
 
 # ---------------------------------------------------------------- every job

@@ -25,7 +25,7 @@ from ckpt_proto.errors import AlreadyCommitted, IncompleteCheckpoint, StorageErr
 from ckpt_proto.messages import Heartbeat
 from ckpt_proto.plan_items import PlanItem
 from ckpt_proto.shard_manifest import ManifestEntry, ShardManifest
-from ckpt_sidecar import commit
+from ckpt_sidecar import commit, durable_fs
 from ckpt_sidecar.commit import build_metadata, check_complete, publish_checkpoint, read_manifests
 from ckpt_sidecar.events import Publish
 from testkit.plans import (
@@ -637,3 +637,21 @@ def test_an_incomplete_overwrite_leaves_the_old_checkpoint_alone(tmp_path: Path,
         publish_checkpoint(second)
     assert (directory_of(attempt) / METADATA_NAME).read_bytes() == before
     assert files_of(attempt) <= names_in(attempt)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_part_that_is_taken_back_at_the_last_moment_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
+) -> None:
+    """Its rank has told that the save has failed: building ``.metadata`` of many ranks takes long enough for that."""
+    order = persist_attempt(tmp_path, states_of_ranks(WORLD_SIZE), overwrite=overwrite)
+    write = durable_fs._write_temporary
+
+    def then_withdraw(path: Path, content: bytes) -> Path:
+        temporary = write(path, content)
+        (directory_of(order) / manifest_name(1, order.save.save_id)).unlink()
+        return temporary
+
+    monkeypatch.setattr(durable_fs, "_write_temporary", then_withdraw)
+    refused(order, r"ranks \[1\] have taken their parts of .* back")
+    assert [path.name for path in directory_of(order).iterdir() if "metadata" in path.name] == []

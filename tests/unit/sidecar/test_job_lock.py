@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from ckpt_proto.errors import LocalProtocolError
-from ckpt_proto.runtime_dir import lock_owner, lock_path
+from ckpt_proto.runtime_dir import lock_owner, lock_path, stand_in_runs
+from ckpt_sidecar import job_lock
 from ckpt_sidecar.job_lock import JobLock, JobLockTaken
 
 
@@ -157,3 +158,69 @@ def test_a_directory_that_others_may_enter_is_refused(directory: Path) -> None:
     directory.parent.chmod(0o755)
     with pytest.raises(LocalProtocolError, match="not a private directory"):
         JobLock(directory)
+
+
+# ---------------------------------------------------------------- stand-ins
+
+
+class FakeTime:
+    """In place of the module ``time``: sleeping lets it go by, and does what is to be done meanwhile."""
+
+    def __init__(self, meanwhile: Callable[[], object] = lambda: None) -> None:
+        self.now_s = 0.0
+        self._meanwhile = meanwhile
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+        self._meanwhile()
+
+
+@pytest.mark.parametrize("stand_in", [False, True])
+def test_a_stand_in_is_waited_for(directory: Path, monkeypatch: pytest.MonkeyPatch, stand_in: bool) -> None:
+    first = JobLock(directory, stand_in=True)
+    time = FakeTime(first_time(first.release, lambda: None))
+    monkeypatch.setattr(job_lock, "time", time)
+    lock = JobLock(directory, stand_in=stand_in)
+    assert stand_in_runs(directory) is stand_in
+    assert lock_owner(directory) == (None if stand_in else os.getpid())
+    assert 0.0 < time.now_s < 1.0
+    lock.release()
+
+
+def test_a_stand_in_that_does_not_end_is_not_waited_for_for_ever(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = JobLock(directory, stand_in=True)
+    time = FakeTime()
+    monkeypatch.setattr(job_lock, "time", time)
+    with pytest.raises(JobLockTaken, match="a stand-in for the sidecar of job job still holds"):
+        JobLock(directory, patience_s=5.0)
+    assert 5.0 <= time.now_s < 6.0
+    first.release()
+
+
+def test_a_stand_in_does_not_wait_for_a_sidecar(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = JobLock(directory)
+    time = FakeTime()
+    monkeypatch.setattr(job_lock, "time", time)
+    with pytest.raises(JobLockTaken, match="already serves"):
+        JobLock(directory, stand_in=True, patience_s=30.0)
+    assert time.now_s < 1.0
+    first.release()
+
+
+@pytest.mark.parametrize("before", [b"99999\n", b""])
+def test_what_the_last_holder_has_left_in_it_does_not_make_a_stand_in_a_sidecar(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, before: bytes
+) -> None:
+    """Between taking the lock and writing into it."""
+    first = JobLock(directory, stand_in=True)
+    lock_path(directory).write_bytes(before)
+    steps = [lambda: lock_path(directory).write_bytes(b"stand-in 5\n"), first.release]
+    monkeypatch.setattr(job_lock, "time", FakeTime(lambda: steps.pop(0)() if steps else None))
+    lock = JobLock(directory)
+    assert lock_owner(directory) == os.getpid()
+    lock.release()

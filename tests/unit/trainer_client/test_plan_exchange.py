@@ -247,3 +247,38 @@ def test_a_final_plan_of_other_items_is_refused() -> None:
     planned = Coordinator(wrong).exchange_for(state_of({"a": 1}))
     with pytest.raises((UnsupportedLeaf, ValueError), match="b"):
         state_of({"a": 1}).resolve_bytes(planned.others[0])
+
+
+# ---------------------------------------------------------------- no sidecar
+
+NO_SIDECAR = FailureReport("SidecarLost", "no sidecar ran for 120 s", "see the sidecar's log", 1, "node-a")
+
+
+def test_without_a_sidecar_a_save_that_needs_a_plan_fails_at_once_and_names_what_has_changed() -> None:
+    coordinator = Coordinator(alone)
+    coordinator.exchange.serve(NO_SIDECAR)
+    with pytest.raises(CheckpointFailed) as raised:
+        coordinator.exchange_for(state_of({"a": 1}), changed=("a", "b"))
+    failure = raised.value.failures[1]
+    assert failure.kind == "SidecarLost"
+    assert (
+        "step 5 cannot be saved without a sidecar: its state dict needs a new plan (changed: a, b)" in failure.message
+    )
+    assert "no sidecar ran for 120 s" in failure.message
+    assert coordinator.sent == []
+
+
+def test_a_save_that_waits_for_a_plan_fails_when_the_sidecar_is_lost() -> None:
+    coordinator = Coordinator()
+    with ThreadPoolExecutor(1) as trainer:
+        future = waiting(coordinator, trainer)
+        coordinator.exchange.serve(NO_SIDECAR)
+        with pytest.raises(CheckpointFailed, match="cannot be saved without a sidecar"):
+            future.result(PATIENCE_S)
+
+
+def test_when_there_is_a_sidecar_again_plans_are_made_again() -> None:
+    coordinator = Coordinator(alone)
+    coordinator.exchange.serve(NO_SIDECAR)
+    coordinator.exchange.serve(None)
+    assert coordinator.exchange_for(state_of({"a": 1})).plan_id == PLAN_ID

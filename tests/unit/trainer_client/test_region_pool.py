@@ -605,3 +605,73 @@ def test_sealing_after_a_reset_is_refused(one: Sidecar) -> None:
     one.pool.reset()
     with pytest.raises(RegionError, match="the sidecar was restarted while slot 0 was being filled"):
         one.seal(0)
+
+
+# ---------------------------------------------------------------- no sidecar
+
+NO_SIDECAR = FailureReport("SidecarLost", "no sidecar ran for 120 s", "see the sidecar's log", 0, "node-a")
+
+
+def test_without_a_sidecar_a_prepared_region_is_filled_again(two: Sidecar, trainer: ThreadPoolExecutor) -> None:
+    two.fill_all()
+    two.pool.serve(NO_SIDECAR)
+    future = waiting(two, trainer)
+    two.pool.on_freed(1, 1, 2)
+    assert future.result(PATIENCE_S).slot == 1
+
+
+def test_without_a_sidecar_no_region_is_waited_for_that_nobody_will_prepare(two: Sidecar) -> None:
+    two.pool.serve(NO_SIDECAR)
+    with pytest.raises(
+        CheckpointFailed, match="step 5 cannot be saved without a sidecar: no region is prepared"
+    ) as why:
+        alone(two).pool.acquire(two.request())
+    assert why.value.failures[0].kind == "SidecarLost"
+    assert two.clock.now_s == 0.0
+
+
+def test_without_a_sidecar_regions_of_another_plan_are_of_no_use(two: Sidecar) -> None:
+    two.fill_all()
+    two.pool.serve(NO_SIDECAR)
+    with pytest.raises(CheckpointFailed, match="no region is prepared for its plan"):
+        alone(two).pool.acquire(two.request(plan="0a1b2c3d-p2"))
+    assert two.clock.now_s == 0.0
+
+
+def test_a_save_that_waits_for_its_first_region_fails_when_the_sidecar_is_lost(
+    one: Sidecar, trainer: ThreadPoolExecutor
+) -> None:
+    future = waiting(one, trainer)
+    one.pool.serve(NO_SIDECAR)
+    with pytest.raises(CheckpointFailed, match="no sidecar ran for 120 s"):
+        future.result(PATIENCE_S)
+
+
+def test_without_a_sidecar_no_region_grows(one: Sidecar) -> None:
+    one.pool.on_ready(ready())
+    request = one.request()
+    taken = one.pool.acquire(request)
+    one.pool.serve(NO_SIDECAR)
+    with pytest.raises(CheckpointFailed, match="its byte entries need 9999 bytes, more than the region has room for"):
+        alone(one).pool.grow(taken, request, 9999)
+    assert one.asked == []
+    assert one.clock.now_s == 0.0
+
+
+def test_a_slot_without_a_region_counts_as_busy_when_nobody_prepares_one(two: Sidecar) -> None:
+    two.pool.on_ready(ready(0))
+    two.pool.acquire(two.request())
+    two.seal(0)
+    assert not two.pool.all_busy
+    two.pool.serve(NO_SIDECAR)
+    assert two.pool.all_busy
+    with pytest.raises(SaveSkipped):
+        alone(two).pool.acquire(two.request("skip"))
+
+
+def test_when_there_is_a_sidecar_again_a_region_is_waited_for(one: Sidecar, trainer: ThreadPoolExecutor) -> None:
+    one.pool.serve(NO_SIDECAR)
+    one.pool.serve(None)
+    future = waiting(one, trainer)
+    one.pool.on_ready(ready())
+    assert future.result(PATIENCE_S) == ready()
