@@ -12,7 +12,7 @@ from ckpt_proto.identity import SaveKey
 from ckpt_trainer_client.callback_thread import CallbackThread
 from ckpt_trainer_client.errors import CheckpointFailed, SaveSkipped
 from ckpt_trainer_client.save_handle import SaveHandle
-from ckpt_trainer_client.saves_in_flight import SavesInFlight
+from ckpt_trainer_client.saves_in_flight import MAX_KEPT, SavesInFlight
 
 FAILURE = FailureReport("StorageError", "no room", rank=1)
 
@@ -112,3 +112,17 @@ def test_a_callback_that_hangs_is_not_idleness(callbacks: CallbackThread) -> Non
     with pytest.raises(TimeoutError, match="callback or hook"):
         idle(saves, 0.05)
     gate.set()
+
+
+def test_the_last_saves_that_have_failed_are_remembered(callbacks: CallbackThread) -> None:
+    saves = SavesInFlight(callbacks)
+    failed = []
+    for seq in range(MAX_KEPT + 2):
+        save, _ = expected(saves, seq)
+        failed.append(save)
+        saves.failed(save, [FAILURE])
+    committed, _ = expected(saves, MAX_KEPT + 2)
+    saves.committed(committed, "/data/step-100")
+    saves.failed(committed, [FAILURE])  # it was told already how it has ended
+    assert saves.given_up() == failed[2:]
+    idle(saves)
