@@ -194,3 +194,61 @@ def test_a_rank_that_does_not_save_is_named_and_its_late_part_is_not_committed(
     assert "rank 1 has no durable shard of step 2" in error
     assert "step 2" in late
     check([1, 3])
+
+
+# ---------------------------------------------------------------- closing, and without the policy
+
+
+def close_without_a_sidecar(directory: str) -> bool:
+    """Rank code: the client is closed while its last save is in flight and no sidecar runs."""
+    client = client_of(directory)
+    client.save(state(1), step=1).result(LIMIT_S)
+    tell(directory, 0, "staged")
+    wait_until(Path(directory, "killed").exists, "there is no sidecar")
+    handle = client.save(state(2), step=2)
+    client.close()
+    return handle.done()
+
+
+@pytest.mark.faults
+def test_closing_waits_for_a_save_that_stand_ins_commit(
+    tmp_path: Path, sidecar: ForkedSidecar, check: Check, ranks: RankStarter
+) -> None:
+    running = ranks.start(close_without_a_sidecar, 1, str(tmp_path), environment=sidecar.environment)
+    wait_until((tmp_path / "rank-0.staged").exists, "the first save is committed")
+    sidecar.kill()
+    (tmp_path / "killed").touch()
+    assert running.results() == [True]
+    check([1, 2])
+    sidecar.start()
+
+
+def fail_without_a_sidecar(directory: str) -> str:
+    """Rank code: a save while no sidecar runs, by the policy that is the default."""
+    with CheckpointClient(directory, connect_timeout_s=BOUND_S) as client:
+        client.save(state(1), step=1).result(LIMIT_S)
+        tell(directory, 0, "staged")
+        wait_until(Path(directory, "killed").exists, "there is no sidecar")
+        error = client.save(state(2), step=2).committed.exception(LIMIT_S)
+        tell(directory, 0, "failed")
+        wait_until(Path(directory, "served").exists, "there is a sidecar again")
+        client.save(state(3), step=3).result(LIMIT_S)
+        return str(error)
+
+
+@pytest.mark.faults
+def test_by_default_a_save_without_a_sidecar_fails_by_name(
+    tmp_path: Path, sidecar: ForkedSidecar, check: Check, ranks: RankStarter
+) -> None:
+    running = ranks.start(fail_without_a_sidecar, 1, str(tmp_path), environment=sidecar.environment)
+    wait_until((tmp_path / "rank-0.staged").exists, "the first save is committed")
+    sidecar.kill()
+    (tmp_path / "killed").touch()
+    wait_until((tmp_path / "rank-0.failed").exists, "the second save has failed")
+    assert not (tmp_path / "step-2").exists()
+    sidecar.start()
+    (tmp_path / "served").touch()
+    [error] = running.results()
+    assert "[SidecarLost]" in error
+    assert "while step 2 was in flight" in error
+    check([1, 3])

@@ -131,6 +131,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"backpressure_timeout_s": 0.0}, "backpressure_timeout_s is 0.0; it must be positive"),
     ({"stage_timeout_s": -1.0}, "stage_timeout_s is -1.0"),
     ({"connect_timeout_s": 0.0}, "connect_timeout_s is 0.0"),
+    ({"no_sidecar": "wait"}, "no_sidecar is 'wait'; it can be one of"),
     ({"close_timeout_s": 0.0}, "close_timeout_s is 0.0"),
 ]
 

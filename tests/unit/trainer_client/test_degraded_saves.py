@@ -280,6 +280,17 @@ def test_a_save_that_has_failed_and_left_nothing_starts_no_stand_in(new_rank: Ne
     assert rank.said == []
 
 
+def test_what_turns_out_to_be_committed_is_taken_back_once(new_rank: NewRank) -> None:
+    rank = new_rank(1, 2)
+    failed = rank.key(2)
+    rank.given_up.append(failed)
+    rank.make_durable(failed, 1)
+    rank.take_away = lambda save, rank: None  # type: ignore[method-assign]
+    rank.beat()
+    rank.beat(1.0)
+    assert rank.said == ["withdraw 2"]
+
+
 def test_what_cannot_be_taken_back_is_tried_again(new_rank: NewRank) -> None:
     rank = new_rank(1, 2)
     failed = rank.key(2)
@@ -517,6 +528,34 @@ def test_nothing_is_started_beside_a_sidecar(new_rank: NewRank) -> None:
     rank.degraded.wake()
     assert rank.said == ["write [3] before 7"]
     assert rank.pending
+
+
+def test_a_sidecar_that_answers_decides_on_what_is_overdue(new_rank: NewRank) -> None:
+    rank = new_rank(0, 2)
+    rank.beat()
+    rank.stage(3)
+
+    def answer() -> None:
+        rank.now_s += BOUND_S + 1
+        rank.degraded.end()
+
+    rank.during = answer
+    rank.beat()
+    assert rank.said == ["write [3] before 7"]
+    assert rank.pending
+
+
+def test_a_save_that_has_ended_while_it_was_written_is_let_alone(new_rank: NewRank) -> None:
+    rank = new_rank(0, 2)
+    save = rank.stage(3)
+
+    def end() -> None:
+        rank.now_s += BOUND_S + 1
+        rank.pending.remove(save)
+
+    rank.during = end
+    rank.beat()
+    assert rank.said == ["write [3] before 7"]
 
 
 def test_after_another_sidecar_the_time_of_a_save_begins_anew(new_rank: NewRank) -> None:
