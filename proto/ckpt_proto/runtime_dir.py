@@ -1,6 +1,6 @@
 """The private directory of one job on one node: lock, socket, regions, log.
 
-<shm root>/ckpt-sidecar-<uid>/<job id>/sidecar.lock    held by flock while a sidecar, or a stand-in, lives; holds its pid
+<shm root>/ckpt-sidecar-<uid>/<job id>/sidecar.lock    held by flock while a sidecar or stand-in lives; has its pid
                                       sidecar.sock    ZeroMQ ipc endpoint, bound after the lock is held
                                       sidecar.log     of a sidecar that a client started, and of stand-ins
                                       rank-0.slot-0.region, .seal

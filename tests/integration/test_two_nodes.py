@@ -132,6 +132,29 @@ def test_a_killed_sidecar_loses_nothing(two_nodes: Cluster, victim: int) -> None
 
 
 @pytest.mark.faults
+@pytest.mark.parametrize("victim", [0, 1], ids=["rank 0's", "another"])
+def test_ranks_of_a_node_without_a_sidecar_save_on(two_nodes: Cluster, victim: int) -> None:
+    """By the policy ``degraded``: the ledger tells each side what the other has done."""
+    two_nodes.start_ranks(1, NODE_RANK_NO_SIDECAR="degraded", NODE_RANK_CONNECT_TIMEOUT_S="15")
+    two_nodes.all(do="save", step=1)
+    two_nodes.all(do="result", step=1)
+    two_nodes.nodes[victim].kill_sidecar()
+    assert two_nodes.all(do="save", step=2) == [{"staged": True}] * 2
+    without, served = two_nodes.nodes[victim].ranks, two_nodes.nodes[1 - victim].ranks
+    assert all("committed" in answer for answer in together(without, do="result", step=2))
+    if victim == 0:
+        two_nodes.nodes[0].start_sidecar("--node-timeout-s", str(NODE_TIMEOUT_S))  # only it tells the others
+    assert all("committed" in answer for answer in together(served, do="result", step=2))
+    assert_holds(two_nodes.directory, 2, world_size=2)
+    if victim == 1:
+        two_nodes.nodes[1].start_sidecar("--node-timeout-s", str(NODE_TIMEOUT_S))
+    assert two_nodes.all(do="save", step=3) == [{"staged": True}] * 2
+    assert all("committed" in answer for answer in two_nodes.all(do="result", step=3))
+    assert_holds(two_nodes.directory, 3, world_size=2)
+    two_nodes.all(do="close")
+
+
+@pytest.mark.faults
 def test_a_restarted_job_resumes_from_what_the_dead_one_had_staged(two_nodes: Cluster) -> None:
     two_nodes.start_ranks(2)
     two_nodes.all(do="save", step=1)

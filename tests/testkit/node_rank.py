@@ -6,6 +6,7 @@ Orders come as JSON on standard input, answers go as JSON to standard output: fo
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -22,7 +23,12 @@ def state_of(rank: int, step: int, elements: int) -> dict[str, Any]:
 
 def main() -> None:
     """Obey until the input ends or ``close`` was told."""
-    client = CheckpointClient(sys.argv[1], connect_timeout_s=90, close_timeout_s=60)
+    client = CheckpointClient(
+        sys.argv[1],
+        connect_timeout_s=float(os.environ.get("NODE_RANK_CONNECT_TIMEOUT_S", "90")),
+        close_timeout_s=60,
+        no_sidecar=os.environ.get("NODE_RANK_NO_SIDECAR"),
+    )
     rank = client._config.rank
     handles: dict[int, SaveHandle] = {}
     answer(welcomed=client.latest())
