@@ -131,7 +131,7 @@ def fail_twice(directory: str) -> tuple[list[str], float]:
         tell(directory, 0, "staged")
         await_degraded(client)
         changed = client.save({**state(2), "new": torch.ones(3)}, step=2)
-        errors = [str(changed.error())]  # it does not wait for anybody
+        errors = [str(changed.committed.exception(LIMIT_S))]
         errors.append(str(client.save(state(3), step=3).committed.exception(LIMIT_S)))
         errors += sorted(path.name for path in Path(directory, "step-3").glob("*.manifest"))
         tell(directory, 0, "failed")
