@@ -46,7 +46,8 @@ class UnheardEnds:
         submit, record = job.submit, self._ranks.get(job.submit.rank)
         if record is None or record.session != submit.save.session or job.in_doubt:
             return []
-        if event.silent_s < event.patience_s:
+        patience_s = max(event.patience_s, record.hello.stage_timeout_s if record.hello.degrades else 0.0)
+        if event.silent_s < patience_s:
             return []
         job.in_doubt = True
         failure = job.failure or self._doubt(job, event)

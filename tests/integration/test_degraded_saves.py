@@ -31,7 +31,7 @@ def sidecar(
     """The sidecar of this test's job; no client ever starts one."""
     folder = tmp_path / "sidecar"
     folder.mkdir()
-    sidecar = ForkedSidecar(ranks, shm_root, folder)
+    sidecar = ForkedSidecar(ranks, shm_root, folder / "sidecar.log")
     for name, value in sidecar.environment.items():
         monkeypatch.setenv(name, value)
     yield sidecar

@@ -391,6 +391,8 @@ class Connection:
         self._allow()
         if self._degraded is not None:
             self._degraded.end()
+        else:
+            logger.warning("the sidecar of job %s answers again", self._config.job_id)
 
     def _allow(self) -> None:
         if self._refused is None:

@@ -15,7 +15,7 @@ SILENT_S = 3.0
 
 SIDECAR_LOST = "SidecarLost"
 SIDECAR_SILENT = "SidecarSilent"
-"""Kinds of the failures: none holds the job's lock; one does, and does not answer, so that no other can take its place."""
+"""Kinds of failures: no sidecar holds the job's lock; one does, and does not answer, so that no other can replace it."""
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,6 @@ class SidecarWatch:
         """Something has come from the sidecar."""
         if self._lost:
             self._lost = False
-            logger.warning("the sidecar of job %s answers again", self._config.job_id)
             self._on_served()
 
     def beat(self, silent_s: float, now_s: float) -> None:

@@ -18,7 +18,7 @@ from ckpt_sidecar.events import (
     ShardStarted,
 )
 from ckpt_sidecar.unheard import LOOKS
-from testkit.tables import DIRECTORY, FAILURE, SESSION, Node, key, of_type
+from testkit.tables import DIRECTORY, FAILURE, SESSION, STAGE_TIMEOUT_S, Node, key, of_type
 
 SAVE = key()
 LOOK = FindCommit(0, SAVE, DIRECTORY)
@@ -69,6 +69,14 @@ def test_who_has_waited_for_long_enough_is_told_that_the_end_is_in_doubt(node: N
     assert not of_type(actions, RemoveShardFiles)
     node.now_s += LOOK_AGAIN_S
     assert node.do(LOST) == []
+
+
+def test_ranks_that_may_be_without_a_sidecar_are_waited_for_as_long_as_late_ones() -> None:
+    """Rank 0 may be one of them: then it commits by itself, and there is no coordinator."""
+    node = Node().welcomed(degrades=True).planned()
+    node.durable(SAVE)
+    assert node.do(LOST) == [LOOK]
+    assert len(aborts(node.do(replace(LOST, silent_s=STAGE_TIMEOUT_S)))) == 1
 
 
 def test_what_was_in_doubt_may_be_committed_yet(node: Node) -> None:
