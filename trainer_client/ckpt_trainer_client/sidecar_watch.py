@@ -15,7 +15,7 @@ SILENT_S = 3.0
 
 SIDECAR_LOST = "SidecarLost"
 SIDECAR_SILENT = "SidecarSilent"
-"""Kinds of failures: no sidecar holds the job's lock; one does, and does not answer, so that no other can replace it."""
+"""Kinds of failures: no sidecar holds the job's lock; one does, and does not answer, so that no other replaces it."""
 
 logger = logging.getLogger(__name__)
 
