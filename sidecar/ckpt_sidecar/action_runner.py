@@ -24,27 +24,29 @@ from typing import TYPE_CHECKING, Any
 from ckpt_proto.identity import SaveKey
 from ckpt_proto.region import region_path, seal_path
 from ckpt_proto.region_journal import journal_path
-from ckpt_sidecar.events import (
+from ckpt_sidecar.actions import (
     Action,
     BreakSeal,
     CancelShard,
-    Event,
     FindCommit,
     FindShard,
     ListShards,
     OpenDirectory,
     PrepareRegion,
     Publish,
-    RegionFailed,
-    RegionPrepared,
     RemoveRegions,
     RemoveShardFiles,
+    Withdraw,
+    WriteShard,
+)
+from ckpt_sidecar.events import (
+    Event,
+    RegionFailed,
+    RegionPrepared,
     ShardBroken,
     ShardDurable,
     ShardStalled,
     ShardStarted,
-    Withdraw,
-    WriteShard,
 )
 from ckpt_sidecar.leftovers import break_seal
 from ckpt_sidecar.passing_errors import may_pass

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from ckpt_proto.lifecycles import RegionEvent
 from ckpt_proto.messages import FinalPlan, RankLeft
-from ckpt_sidecar.events import Action, FoundRegion, ToCoordinator, WriteShard
+from ckpt_sidecar.actions import Action, ToCoordinator, WriteShard
+from ckpt_sidecar.events import FoundRegion
 from ckpt_sidecar.rank_record import KEPT_SESSIONS, RankRecord, Slot
 from ckpt_sidecar.shard_table import ShardTable
 

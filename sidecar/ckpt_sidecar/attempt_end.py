@@ -13,10 +13,11 @@ from ckpt_proto.errors import FailureReport
 from ckpt_proto.identity import SaveKey
 from ckpt_proto.lifecycles import CheckpointEvent, CheckpointState
 from ckpt_proto.messages import Committed
+from ckpt_sidecar.actions import Action, ListShards, Publish, ToRank, Withdraw
 from ckpt_sidecar.attempt import Attempt
 from ckpt_sidecar.attempt_book import AttemptBook
 from ckpt_sidecar.counters import Counters
-from ckpt_sidecar.events import Action, ListShards, Publish, PublishFailed, ToRank, Withdraw, WithdrawFailed, Withdrawn
+from ckpt_sidecar.events import PublishFailed, WithdrawFailed, Withdrawn
 from ckpt_sidecar.membership import Membership
 from ckpt_sidecar.plan_book import PlanBook
 

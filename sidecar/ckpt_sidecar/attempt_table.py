@@ -23,14 +23,11 @@ from ckpt_proto.messages import (
     ShardPersisted,
     ShardStaged,
 )
+from ckpt_sidecar.actions import Action, ToRank
 from ckpt_sidecar.attempt import Attempt
 from ckpt_sidecar.attempt_book import AttemptBook
 from ckpt_sidecar.attempt_end import AttemptEnd
 from ckpt_sidecar.counters import Counters
-from ckpt_sidecar.events import (
-    Action,
-    ToRank,
-)
 from ckpt_sidecar.membership import Departure, Membership, Terms
 from ckpt_sidecar.plan_book import (
     PlanBook,

@@ -11,14 +11,10 @@ from ckpt_proto.lifecycles import CheckpointState
 from ckpt_proto.messages import (
     ShardStaged,
 )
+from ckpt_sidecar.actions import Action
 from ckpt_sidecar.attempt import LISTING_S, RETURN_S, Attempt
 from ckpt_sidecar.attempt_table import AttemptTable
-from ckpt_sidecar.events import (
-    Action,
-    ListedShard,
-    NodeSilent,
-    ShardsListed,
-)
+from ckpt_sidecar.events import ListedShard, NodeSilent, ShardsListed
 from ckpt_sidecar.membership import Membership
 from ckpt_sidecar.plan_book import (
     lacks_its_plan,

@@ -17,24 +17,22 @@ from ckpt_proto.messages import (
     RankLeft,
     Welcome,
 )
+from ckpt_sidecar.actions import Action, OpenDirectory, ToRank
 from ckpt_sidecar.attempt import DECIDE_TIMEOUT_S, PERSIST_TIMEOUT_S, Attempt
 from ckpt_sidecar.attempt_book import MAX_ENDED_ATTEMPTS
 from ckpt_sidecar.attempt_table import AttemptTable
 from ckpt_sidecar.attempt_watch import AttemptWatch
 from ckpt_sidecar.counters import Counters
 from ckpt_sidecar.events import (
-    Action,
     AtCoordinator,
     DirectoryOpened,
     DirectoryRefused,
     Event,
     NodeSilent,
-    OpenDirectory,
     Published,
     PublishFailed,
     ShardsListed,
     Tick,
-    ToRank,
     WithdrawFailed,
     Withdrawn,
 )

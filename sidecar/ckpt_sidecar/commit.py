@@ -36,8 +36,8 @@ from ckpt_proto.identity import SaveKey, save_key_of
 from ckpt_proto.plan_items import ItemKind, PlanItem
 from ckpt_proto.regular_file import read_regular_file
 from ckpt_proto.shard_manifest import ShardManifest
+from ckpt_sidecar.actions import Publish
 from ckpt_sidecar.durable_fs import NotDurable, publish, remove_files, sync_dir
-from ckpt_sidecar.events import Publish
 from ckpt_sidecar.frames import FrameError, dtype_of
 from ckpt_sidecar.metadata_file import read_metadata_file
 

@@ -20,12 +20,12 @@ from ckpt_proto.messages import AskStatus, Goodbye, Heartbeat, Hello, Message, S
 from ckpt_proto.node_name import node_name
 from ckpt_proto.process import process_start_s
 from ckpt_sidecar.action_runner import ActionRunner
+from ckpt_sidecar.actions import Action, Send, ToCoordinator, ToRank
 from ckpt_sidecar.checkpoint_table import CheckpointTable
 from ckpt_sidecar.config import SidecarConfig
 from ckpt_sidecar.coordination import Coordination
 from ckpt_sidecar.delivery import Local
 from ckpt_sidecar.events import (
-    Action,
     AtCoordinator,
     CoordinatorUp,
     DirectoryOpened,
@@ -36,11 +36,8 @@ from ckpt_sidecar.events import (
     Published,
     PublishFailed,
     RegionsFound,
-    Send,
     ShardsListed,
     Tick,
-    ToCoordinator,
-    ToRank,
     WithdrawFailed,
     Withdrawn,
 )

@@ -34,11 +34,11 @@ from ckpt_proto.messages import (
     SubmitShard,
     Welcome,
 )
+from ckpt_sidecar.actions import Action, RemoveRegions, Send, ToCoordinator
 from ckpt_sidecar.admission import refusal
 from ckpt_sidecar.adoption import adopted_records, adopted_writes, departures, state_of
 from ckpt_sidecar.events import (
     UNKNOWN_PID,
-    Action,
     CommitLookedFor,
     CoordinatorRefuses,
     CoordinatorSilent,
@@ -51,9 +51,6 @@ from ckpt_sidecar.events import (
     RegionFailed,
     RegionPrepared,
     RegionsFound,
-    RemoveRegions,
-    Send,
-    ToCoordinator,
 )
 from ckpt_sidecar.rank_record import FIRST_BYTE_CAPACITY, RankRecord
 from ckpt_sidecar.shard_job import ShardBook

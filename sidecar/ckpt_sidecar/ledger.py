@@ -12,7 +12,8 @@ from ckpt_proto.errors import RemoteProtocolError, StorageError
 from ckpt_proto.identity import SaveKey
 from ckpt_proto.regular_file import UnfitFile, read_regular_file
 from ckpt_proto.shard_manifest import ShardManifest
-from ckpt_sidecar.events import ListedShard, ListShards
+from ckpt_sidecar.actions import ListShards
+from ckpt_sidecar.events import ListedShard
 from ckpt_sidecar.metadata_file import MetadataUnreadable, read_metadata_file
 
 

@@ -22,7 +22,7 @@ from ckpt_proto.messages import (
     ShardStaged,
     Welcome,
 )
-from ckpt_sidecar.events import Action, OpenDirectory, ToRank
+from ckpt_sidecar.actions import Action, OpenDirectory, ToRank
 from ckpt_sidecar.session import Session
 
 KEPT_SESSIONS: Final = 8

@@ -7,7 +7,7 @@ from typing import Final
 
 from ckpt_proto.lifecycles import REGION, RegionEvent, RegionState, walk
 from ckpt_proto.messages import FinalPlan, Hello, Message, Refused, RegionReady, Welcome
-from ckpt_sidecar.events import Action, BreakSeal, PrepareRegion, Send
+from ckpt_sidecar.actions import Action, BreakSeal, PrepareRegion, Send
 
 FIRST_BYTE_CAPACITY: Final = 64 << 10
 """Room in bytes kept for byte entries of a new region; GrowRegion asks for more."""

@@ -20,9 +20,9 @@ from pathlib import Path
 from ckpt_proto.attempt_files import is_named_in_metadata
 from ckpt_proto.checkpoint_layout import METADATA_NAME, attempt_of, is_probe, step_of
 from ckpt_proto.errors import AlreadyCommitted, IncompleteCheckpoint, StorageError
+from ckpt_sidecar.actions import Publish
 from ckpt_sidecar.compatibility import torch_mismatch
 from ckpt_sidecar.durable_fs import remove_files, sync_dir
-from ckpt_sidecar.events import Publish
 from ckpt_sidecar.recovery_plan import Decision, Fate, FoundAttempt, FoundFile, FoundStep, Policy, StepPlan, plan_step
 from ckpt_sidecar.step_survey import attempt_files, found_files, survey_step
 

@@ -10,7 +10,7 @@ from ckpt_proto.errors import FailureReport
 from ckpt_proto.identity import SaveKey
 from ckpt_proto.lifecycles import SHARD, ShardEvent, ShardState, is_terminal, walk
 from ckpt_proto.messages import ShardStaged, SubmitShard
-from ckpt_sidecar.events import WriteShard
+from ckpt_sidecar.actions import WriteShard
 
 MAX_ENDED_JOBS: Final = 64
 """Ended shard jobs kept for ``status``, late messages and diagnosis."""

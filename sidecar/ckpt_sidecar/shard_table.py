@@ -15,14 +15,10 @@ from ckpt_proto.messages import (
     SlotFreed,
     SubmitShard,
 )
+from ckpt_sidecar.actions import Action, BreakSeal, CancelShard, FindShard, RemoveShardFiles, ToCoordinator, WriteShard
 from ckpt_sidecar.admission import check_submission
 from ckpt_sidecar.events import (
-    Action,
-    BreakSeal,
-    CancelShard,
     Event,
-    FindShard,
-    RemoveShardFiles,
     ShardBroken,
     ShardDurable,
     ShardFound,
@@ -30,8 +26,6 @@ from ckpt_sidecar.events import (
     ShardSealed,
     ShardStalled,
     ShardStarted,
-    ToCoordinator,
-    WriteShard,
 )
 from ckpt_sidecar.rank_record import RankRecord
 from ckpt_sidecar.shard_job import ShardBook, ShardJob

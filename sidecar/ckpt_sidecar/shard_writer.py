@@ -13,11 +13,11 @@ from ckpt_proto.codec import encode
 from ckpt_proto.errors import CheckpointError, RegionError, StorageError
 from ckpt_proto.region import round_to_pages
 from ckpt_proto.shard_manifest import ShardManifest
+from ckpt_sidecar.actions import WriteShard
 from ckpt_sidecar.crc_sweep import CrcSweep
 from ckpt_sidecar.data_file import DataFile
 from ckpt_sidecar.dcp_layout import ShardLayout
 from ckpt_sidecar.durable_fs import make_dirs, sync_dir, write_file
-from ckpt_sidecar.events import WriteShard
 from ckpt_sidecar.ledger import durable_shard
 from ckpt_sidecar.progress import Progress
 from ckpt_sidecar.throttle import Throttle

@@ -23,9 +23,10 @@ from ckpt_proto.errors import CheckpointError, FailureReport, IncompleteCheckpoi
 from ckpt_proto.identity import SaveKey
 from ckpt_proto.messages import SubmitShard
 from ckpt_proto.region import region_path
+from ckpt_sidecar.actions import Publish, WriteShard
 from ckpt_sidecar.adoption import adopted_writes
 from ckpt_sidecar.durable_fs import remove_files
-from ckpt_sidecar.events import FoundRegion, Publish, WriteShard
+from ckpt_sidecar.events import FoundRegion
 from ckpt_sidecar.job_lock import JobLock, JobLockTaken
 from ckpt_sidecar.ledger import durable_shard
 from ckpt_sidecar.leftovers import break_seal, find_regions, read_seal

@@ -16,6 +16,7 @@ from ckpt_proto.checkpoint_layout import checkpoint_id, data_file_name, manifest
 from ckpt_proto.errors import FailureReport, StorageError, report_of
 from ckpt_proto.region import region_path
 from ckpt_proto.shard_manifest import ShardManifest
+from ckpt_sidecar.actions import FindCommit, FindShard, ListShards, OpenDirectory, Publish, RemoveShardFiles, Withdraw
 from ckpt_sidecar.checkpoint_dir import committed_steps, open_directory
 from ckpt_sidecar.durable_fs import remove_files
 from ckpt_sidecar.events import (
@@ -23,19 +24,12 @@ from ckpt_sidecar.events import (
     DirectoryOpened,
     DirectoryRefused,
     Event,
-    FindCommit,
-    FindShard,
-    ListShards,
-    OpenDirectory,
-    Publish,
     Published,
     PublishFailed,
-    RemoveShardFiles,
     ShardFound,
     ShardMissing,
     ShardSealed,
     ShardsListed,
-    Withdraw,
     WithdrawFailed,
     Withdrawn,
 )

@@ -14,9 +14,9 @@ from ckpt_proto.errors import RegionError
 from ckpt_proto.messages import RegionReady
 from ckpt_proto.region import Seal, attach, region_path, reserve, round_to_pages, seal_path
 from ckpt_proto.region_journal import RegionJournal, remove_journal, write_journal
+from ckpt_sidecar.actions import PrepareRegion, WriteShard
 from ckpt_sidecar.commit import publish_checkpoint
 from ckpt_sidecar.dcp_layout import ShardLayout, lay_out, write_frames
-from ckpt_sidecar.events import PrepareRegion, WriteShard
 from ckpt_sidecar.shard_writer import ShardWriter
 
 __all__ = ["Region", "ShardWriter", "adopt_region", "prepare_region", "publish_checkpoint"]

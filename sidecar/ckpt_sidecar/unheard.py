@@ -13,7 +13,8 @@ from typing import Final
 from ckpt_proto.checkpoint_layout import checkpoint_id
 from ckpt_proto.errors import FailureReport
 from ckpt_proto.messages import Aborted, Committed
-from ckpt_sidecar.events import Action, CommitLookedFor, CoordinatorSilent, FindCommit
+from ckpt_sidecar.actions import Action, FindCommit
+from ckpt_sidecar.events import CommitLookedFor, CoordinatorSilent
 from ckpt_sidecar.rank_record import RankRecord
 from ckpt_sidecar.shard_job import ShardJob
 from ckpt_sidecar.shard_table import ShardTable

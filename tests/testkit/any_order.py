@@ -39,26 +39,20 @@ from ckpt_proto.messages import (
     SubmitShard,
     Welcome,
 )
+from ckpt_sidecar.actions import Action, OpenDirectory, PrepareRegion, Publish, RemoveShardFiles, Withdraw, WriteShard
 from ckpt_sidecar.checkpoint_table import DECIDE_TIMEOUT_S, PERSIST_TIMEOUT_S
 from ckpt_sidecar.events import (
-    Action,
     DirectoryOpened,
     DirectoryRefused,
-    OpenDirectory,
-    PrepareRegion,
-    Publish,
     Published,
     PublishFailed,
     RegionFailed,
     RegionPrepared,
-    RemoveShardFiles,
     ShardBroken,
     ShardDurable,
     ShardStarted,
-    Withdraw,
     WithdrawFailed,
     Withdrawn,
-    WriteShard,
 )
 from testkit.tables import (
     FAILURE,

@@ -20,9 +20,9 @@ from ckpt_proto.identity import SaveKey
 from ckpt_proto.messages import RegionReady, SubmitShard
 from ckpt_proto.plan_items import ItemKind, Plan, PlanItem
 from ckpt_proto.region import round_to_pages
+from ckpt_sidecar.actions import Publish, WriteShard
 from ckpt_sidecar.commit import read_manifests
 from ckpt_sidecar.dcp_layout import ShardLayout, lay_out, write_frames
-from ckpt_sidecar.events import Publish, WriteShard
 from ckpt_sidecar.progress import Progress
 from ckpt_sidecar.shard_writer import ShardWriter
 from ckpt_sidecar.throttle import Throttle

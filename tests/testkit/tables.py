@@ -29,29 +29,31 @@ from ckpt_proto.messages import (
     Welcome,
 )
 from ckpt_proto.plan_items import Plan, PlanItem
+from ckpt_sidecar.actions import (
+    Action,
+    OpenDirectory,
+    PrepareRegion,
+    Publish,
+    Send,
+    ToCoordinator,
+    ToRank,
+    Withdraw,
+    WriteShard,
+)
 from ckpt_sidecar.checkpoint_table import CheckpointTable
 from ckpt_sidecar.events import (
-    Action,
     AtCoordinator,
     DirectoryOpened,
     Event,
     FromCoordinator,
     FromRank,
-    OpenDirectory,
-    PrepareRegion,
-    Publish,
     Published,
     RankDied,
     RegionPrepared,
-    Send,
     ShardDurable,
     ShardStarted,
     Tick,
-    ToCoordinator,
-    ToRank,
-    Withdraw,
     Withdrawn,
-    WriteShard,
 )
 from ckpt_sidecar.job_table import JobTable
 

@@ -8,42 +8,44 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_proto.identity import SaveKey
 from ckpt_proto.messages import Aborted, Goodbye, Hello, Message, Refused
+from ckpt_sidecar.actions import (
+    Action,
+    BreakSeal,
+    CancelShard,
+    FindCommit,
+    FindShard,
+    ListShards,
+    OpenDirectory,
+    PrepareRegion,
+    Publish,
+    RemoveRegions,
+    RemoveShardFiles,
+    Send,
+    ToCoordinator,
+    ToRank,
+    Withdraw,
+    WriteShard,
+)
 from ckpt_sidecar.checkpoint_table import CheckpointTable
 from ckpt_sidecar.coordination import PATIENCE
 from ckpt_sidecar.events import (
-    Action,
     AtCoordinator,
-    BreakSeal,
-    CancelShard,
     CoordinatorSilent,
     DirectoryOpened,
     DirectoryRefused,
     Event,
-    FindCommit,
-    FindShard,
     FromCoordinator,
     FromRank,
-    ListShards,
     NodeSilent,
-    OpenDirectory,
-    PrepareRegion,
-    Publish,
     Published,
     PublishFailed,
     RankDied,
     RegionsFound,
-    RemoveRegions,
-    RemoveShardFiles,
-    Send,
     ShardSealed,
     ShardsListed,
     Tick,
-    ToCoordinator,
-    ToRank,
-    Withdraw,
     WithdrawFailed,
     Withdrawn,
-    WriteShard,
 )
 from ckpt_sidecar.job_table import JobTable
 from testkit.simulator import workers

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from ckpt_proto.errors import FailureReport
 from ckpt_proto.identity import SaveKey
 from ckpt_proto.messages import RegionReady, SubmitShard
-from ckpt_sidecar.events import Action, PrepareRegion, WriteShard
+from ckpt_sidecar.actions import Action, PrepareRegion, WriteShard
 from testkit.simulator.shared_memory import Region
 from testkit.simulator.storage import Shard, Storage, Value
 

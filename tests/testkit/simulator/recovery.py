@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ckpt_proto.checkpoint_layout import data_file_name, manifest_name
 from ckpt_proto.errors import AlreadyCommitted, CheckpointError, IncompleteCheckpoint
 from ckpt_proto.identity import SaveKey
-from ckpt_sidecar.events import Publish
+from ckpt_sidecar.actions import Publish
 from ckpt_sidecar.recovery_plan import (
     Decision,
     Fate,

@@ -20,23 +20,27 @@ from ckpt_proto.errors import (
     report_of,
 )
 from ckpt_proto.region_journal import RegionJournal
-from ckpt_sidecar.events import (
-    CommitLookedFor,
-    DirectoryOpened,
-    DirectoryRefused,
+from ckpt_sidecar.actions import (
     FindCommit,
     FindShard,
-    ListedShard,
     ListShards,
     OpenDirectory,
     PrepareRegion,
     Publish,
+    RemoveRegions,
+    RemoveShardFiles,
+    Withdraw,
+    WriteShard,
+)
+from ckpt_sidecar.events import (
+    CommitLookedFor,
+    DirectoryOpened,
+    DirectoryRefused,
+    ListedShard,
     Published,
     PublishFailed,
     RegionFailed,
     RegionPrepared,
-    RemoveRegions,
-    RemoveShardFiles,
     ShardBroken,
     ShardDurable,
     ShardFound,
@@ -44,10 +48,8 @@ from ckpt_sidecar.events import (
     ShardSealed,
     ShardsListed,
     ShardStarted,
-    Withdraw,
     WithdrawFailed,
     Withdrawn,
-    WriteShard,
 )
 from ckpt_sidecar.passing_errors import may_pass
 from testkit.simulator import recovery

@@ -19,31 +19,33 @@ from ckpt_proto.plan_items import Plan
 from ckpt_proto.region import Seal, region_path, seal_path
 from ckpt_sidecar import shard_writer, torch_work
 from ckpt_sidecar.action_runner import ActionRunner
-from ckpt_sidecar.data_file import DataFile
-from ckpt_sidecar.durable_fs import remove_files
-from ckpt_sidecar.events import (
+from ckpt_sidecar.actions import (
     Action,
     CancelShard,
-    DirectoryOpened,
-    DirectoryRefused,
-    Event,
     FindCommit,
     OpenDirectory,
     PrepareRegion,
     Publish,
+    RemoveShardFiles,
+    ToRank,
+    Withdraw,
+    WriteShard,
+)
+from ckpt_sidecar.data_file import DataFile
+from ckpt_sidecar.durable_fs import remove_files
+from ckpt_sidecar.events import (
+    DirectoryOpened,
+    DirectoryRefused,
+    Event,
     Published,
     PublishFailed,
     RegionFailed,
     RegionPrepared,
-    RemoveShardFiles,
     ShardBroken,
     ShardDurable,
     ShardStarted,
-    ToRank,
-    Withdraw,
     WithdrawFailed,
     Withdrawn,
-    WriteShard,
 )
 from ckpt_sidecar.throttle import Throttle
 from testkit.plans import PLAN_ID, SESSION, bytes_item, save_key, tensor_item, write_order

@@ -19,23 +19,11 @@ from ckpt_proto.messages import (
     ShardPersisted,
     ShardStaged,
 )
+from ckpt_sidecar.actions import Action, ListShards, OpenDirectory, Publish, ToRank, Withdraw
 from ckpt_sidecar.attempt import DECIDE_TIMEOUT_S, LIST_ADOPTED_S, RETURN_S
 from ckpt_sidecar.attempt_end import AGAIN_S
 from ckpt_sidecar.attempt_watch import PLAN_LOST_S
-from ckpt_sidecar.events import (
-    Action,
-    DirectoryOpened,
-    ListedShard,
-    ListShards,
-    OpenDirectory,
-    Publish,
-    Published,
-    PublishFailed,
-    ShardsListed,
-    Tick,
-    ToRank,
-    Withdraw,
-)
+from ckpt_sidecar.events import DirectoryOpened, ListedShard, Published, PublishFailed, ShardsListed, Tick
 from testkit.tables import DIRECTORY, FAILURE, ITEMS, PLAN_ID, Coordinator, hello, key, of_type, propose, told
 
 OLD = "abcdef01"

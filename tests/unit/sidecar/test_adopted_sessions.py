@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from ckpt_proto.messages import Hello, RankLeft
 from ckpt_proto.region_journal import RegionJournal
-from ckpt_sidecar.events import FoundRegion, PrepareRegion, RegionsFound, ToCoordinator
+from ckpt_sidecar.actions import PrepareRegion, ToCoordinator
+from ckpt_sidecar.events import FoundRegion, RegionsFound
 from testkit.tables import ITEMS, PLAN_ID, SESSION, Node, hello, key, of_type, ready_for
 
 NEW_SESSION = "0000000b"

@@ -6,21 +6,9 @@ import pytest
 
 from ckpt_proto.lifecycles import RegionState
 from ckpt_proto.messages import FinalPlan, Heartbeat, Pong, RankLeft, ShardStaged, SlotFreed, Welcome
+from ckpt_sidecar.actions import BreakSeal, OpenDirectory, PrepareRegion, Send, ToCoordinator, WriteShard
 from ckpt_sidecar.adoption import adopted_records, adopted_writes, whole
-from ckpt_sidecar.events import (
-    BreakSeal,
-    DirectoryOpened,
-    FoundRegion,
-    OpenDirectory,
-    PrepareRegion,
-    RegionsFound,
-    Send,
-    ShardDurable,
-    ShardStarted,
-    Tick,
-    ToCoordinator,
-    WriteShard,
-)
+from ckpt_sidecar.events import DirectoryOpened, FoundRegion, RegionsFound, ShardDurable, ShardStarted, Tick
 from testkit.regions_found import found, journal, sealed_in
 from testkit.tables import DIRECTORY, ITEMS, SESSION, SIDECAR_ID, TORCH, Coordinator, Node, hello, key, of_type
 

@@ -29,22 +29,17 @@ from ckpt_proto.messages import (
     Welcome,
 )
 from ckpt_proto.plan_items import PlanItem
+from ckpt_sidecar.actions import Action, ListShards, OpenDirectory, Publish, ToRank, Withdraw
 from ckpt_sidecar.attempt_end import AGAIN_S
 from ckpt_sidecar.checkpoint_table import DECIDE_TIMEOUT_S, MAX_ENDED_ATTEMPTS, PERSIST_TIMEOUT_S
 from ckpt_sidecar.events import (
-    Action,
     AtCoordinator,
     DirectoryOpened,
     DirectoryRefused,
-    ListShards,
-    OpenDirectory,
-    Publish,
     Published,
     PublishFailed,
     ShardsListed,
     Tick,
-    ToRank,
-    Withdraw,
     WithdrawFailed,
     Withdrawn,
 )

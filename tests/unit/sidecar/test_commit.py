@@ -26,8 +26,8 @@ from ckpt_proto.messages import Heartbeat
 from ckpt_proto.plan_items import PlanItem
 from ckpt_proto.shard_manifest import ManifestEntry, ShardManifest
 from ckpt_sidecar import commit, durable_fs
+from ckpt_sidecar.actions import Publish
 from ckpt_sidecar.commit import build_metadata, check_complete, publish_checkpoint, read_manifests
-from ckpt_sidecar.events import Publish
 from testkit.plans import (
     bytes_item,
     persist_attempt,

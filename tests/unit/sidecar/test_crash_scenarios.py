@@ -20,21 +20,8 @@ from ckpt_proto.messages import (
     SubmitShard,
     Welcome,
 )
-from ckpt_sidecar.events import (
-    BreakSeal,
-    FromRank,
-    ListedShard,
-    ListShards,
-    PrepareRegion,
-    RankDied,
-    RegionPrepared,
-    Send,
-    ShardBroken,
-    ShardMissing,
-    ShardsListed,
-    ToCoordinator,
-    WriteShard,
-)
+from ckpt_sidecar.actions import BreakSeal, ListShards, PrepareRegion, Send, ToCoordinator, WriteShard
+from ckpt_sidecar.events import FromRank, ListedShard, RankDied, RegionPrepared, ShardBroken, ShardMissing, ShardsListed
 from testkit.tables import (
     DIRECTORY,
     FAILURE,

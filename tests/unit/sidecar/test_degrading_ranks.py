@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from ckpt_proto.messages import Aborted, AskCommit, Committed, DecideCommit
+from ckpt_sidecar.actions import Action, ListShards, Publish
 from ckpt_sidecar.attempt import LIST_SILENT_S
 from ckpt_sidecar.attempt_watch import NODE_GRACE_S
-from ckpt_sidecar.events import Action, ListedShard, ListShards, NodeSilent, Publish, Published, ShardsListed, Tick
+from ckpt_sidecar.events import ListedShard, NodeSilent, Published, ShardsListed, Tick
 from testkit.tables import DIRECTORY, PLAN_ID, STAGE_TIMEOUT_S, Coordinator, key, of_type, told
 
 SAVE = key()

@@ -36,24 +36,26 @@ from ckpt_proto.messages import (
     Welcome,
 )
 from ckpt_proto.plan_items import Plan
-from ckpt_sidecar.events import (
-    UNKNOWN_PID,
+from ckpt_sidecar.actions import (
     Action,
     BreakSeal,
     CancelShard,
-    FromRank,
     PrepareRegion,
+    RemoveShardFiles,
+    Send,
+    ToCoordinator,
+    WriteShard,
+)
+from ckpt_sidecar.events import (
+    UNKNOWN_PID,
+    FromRank,
     RankDied,
     RegionFailed,
     RegionPrepared,
-    RemoveShardFiles,
-    Send,
     ShardBroken,
     ShardDurable,
     ShardStarted,
     Tick,
-    ToCoordinator,
-    WriteShard,
 )
 from ckpt_sidecar.rank_record import FIRST_BYTE_CAPACITY
 from ckpt_sidecar.shard_job import MAX_ENDED_JOBS

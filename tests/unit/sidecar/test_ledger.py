@@ -15,7 +15,8 @@ from ckpt_proto.errors import StorageError
 from ckpt_proto.identity import SaveKey
 from ckpt_proto.messages import Heartbeat
 from ckpt_proto.shard_manifest import ShardManifest
-from ckpt_sidecar.events import ListedShard, ListShards
+from ckpt_sidecar.actions import ListShards
+from ckpt_sidecar.events import ListedShard
 from ckpt_sidecar.ledger import durable_shard, list_shards
 from testkit.tables import PLAN_ID, TORCH, key
 

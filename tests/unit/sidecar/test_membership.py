@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ckpt_proto.messages import RankLeft, Refused, ShardStaged, Welcome
-from ckpt_sidecar.events import OpenDirectory, ToRank
+from ckpt_sidecar.actions import OpenDirectory, ToRank
 from ckpt_sidecar.membership import ADOPTED_STAGE_TIMEOUT_S, KEPT_SESSIONS, Departure, Membership, Terms
 from testkit.tables import DIRECTORY, FAILURE, PLAN_ID, SESSION, STAGE_TIMEOUT_S, hello, key, propose
 

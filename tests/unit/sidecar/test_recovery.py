@@ -24,8 +24,8 @@ from ckpt_proto.errors import StorageError
 from ckpt_proto.identity import SaveKey
 from ckpt_proto.messages import Heartbeat
 from ckpt_sidecar import durable_fs, step_survey
+from ckpt_sidecar.actions import Publish
 from ckpt_sidecar.commit import publish_checkpoint, read_manifests
-from ckpt_sidecar.events import Publish
 from ckpt_sidecar.recover_command import describe_report
 from ckpt_sidecar.recovery import Finding, RecoveryReport, recover_directory
 from testkit.leaks import files_below

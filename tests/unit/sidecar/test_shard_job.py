@@ -7,7 +7,7 @@ import pytest
 from ckpt_proto.identity import SaveKey
 from ckpt_proto.lifecycles import ShardEvent, ShardState
 from ckpt_proto.messages import RegionReady, ShardStaged, SubmitShard
-from ckpt_sidecar.events import WriteShard
+from ckpt_sidecar.actions import WriteShard
 from ckpt_sidecar.shard_job import FIRST_RETRY_S, LONGEST_RETRY_S, MAX_ENDED_JOBS, ShardBook, ShardJob
 from testkit.tables import DIRECTORY, ITEMS, PLAN_ID, TORCH, key
 

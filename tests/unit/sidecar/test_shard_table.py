@@ -15,23 +15,17 @@ from ckpt_proto.messages import (
     SlotFreed,
     SubmitShard,
 )
-from ckpt_sidecar.events import (
+from ckpt_sidecar.actions import (
     Action,
     BreakSeal,
     CancelShard,
     FindShard,
-    RankDied,
     RemoveShardFiles,
     Send,
-    ShardBroken,
-    ShardDurable,
-    ShardFound,
-    ShardMissing,
-    ShardSealed,
-    ShardStarted,
     ToCoordinator,
     WriteShard,
 )
+from ckpt_sidecar.events import RankDied, ShardBroken, ShardDurable, ShardFound, ShardMissing, ShardSealed, ShardStarted
 from ckpt_sidecar.shard_job import MAX_ENDED_JOBS
 from testkit.tables import DIRECTORY, FAILURE, PLAN_ID, SESSION, Node, key, of_type
 

@@ -20,7 +20,7 @@ from ckpt_proto.region import Seal, region_path, seal_path
 from ckpt_proto.runtime_dir import lock_owner, make_private_dir, stand_in_runs
 from ckpt_sidecar import stand_in
 from ckpt_sidecar.__main__ import main
-from ckpt_sidecar.events import PrepareRegion
+from ckpt_sidecar.actions import PrepareRegion
 from ckpt_sidecar.job_lock import JobLock, JobLockTaken
 from ckpt_sidecar.leftovers import read_seal
 from ckpt_sidecar.stand_in import Client, Outcome, holding_the_lock, publish_attempt, withdraw_shard, write_shards

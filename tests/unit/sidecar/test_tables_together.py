@@ -24,16 +24,8 @@ from ckpt_proto.messages import (
     RestoreStep,
     SlotFreed,
 )
-from ckpt_sidecar.events import (
-    CancelShard,
-    Publish,
-    PublishFailed,
-    RemoveShardFiles,
-    ShardBroken,
-    ShardDurable,
-    ShardStarted,
-    WriteShard,
-)
+from ckpt_sidecar.actions import CancelShard, Publish, RemoveShardFiles, WriteShard
+from ckpt_sidecar.events import PublishFailed, ShardBroken, ShardDurable, ShardStarted
 from testkit.any_order import AnyOrder, EveryoneIsAnswered
 from testkit.tables import (
     DIRECTORY,

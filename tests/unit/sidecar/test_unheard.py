@@ -7,16 +7,8 @@ from dataclasses import replace
 import pytest
 
 from ckpt_proto.messages import Aborted, Committed
-from ckpt_sidecar.events import (
-    Action,
-    CommitLookedFor,
-    CoordinatorSilent,
-    FindCommit,
-    RemoveShardFiles,
-    Send,
-    ShardBroken,
-    ShardStarted,
-)
+from ckpt_sidecar.actions import Action, FindCommit, RemoveShardFiles, Send
+from ckpt_sidecar.events import CommitLookedFor, CoordinatorSilent, ShardBroken, ShardStarted
 from ckpt_sidecar.unheard import LOOKS
 from testkit.tables import DIRECTORY, FAILURE, SESSION, STAGE_TIMEOUT_S, Node, key, of_type
 
