@@ -252,12 +252,12 @@ class RegionPool:
         return None
 
     def _ask(self, request: RegionRequest, asked: set[tuple[int, int]]) -> None:
-        """Ask for what is prepared for another plan, which the sidecar does not touch before, and for what did not fit
-        into shared memory. Once per acquire, and again when the sidecar was restarted."""
+        """Ask for a region where there is none for the plan: the sidecar does not touch one that is ready for another
+        plan before, and may hold one that only an earlier client of the rank knew; what did not fit into shared memory
+        may fit now. Once per acquire, and again when the sidecar was restarted."""
         for index, slot in enumerate(self._slots):
-            is_refused = slot.refusal is not None and slot.refusal.plan_id == request.plan_id
-            is_for_another = slot.ready is not None and slot.ready.plan_id != request.plan_id
-            lacks_one = is_refused or (slot.state is RegionState.FREE and not slot.asked_bytes and is_for_another)
+            fits = slot.ready is not None and slot.ready.plan_id == request.plan_id
+            lacks_one = slot.state is RegionState.FREE and not slot.asked_bytes and not fits
             if lacks_one and (index, self._resumed) not in asked:
                 asked.add((index, self._resumed))
                 slot.refusal = None

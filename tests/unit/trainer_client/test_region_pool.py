@@ -326,8 +326,7 @@ def test_busy_means_that_every_slot_is_with_the_sidecar(two: Sidecar) -> None:
 
 def test_a_refusal_ends_the_wait_with_its_numbers(one: Sidecar, trainer: ThreadPoolExecutor) -> None:
     future = waiting(one, trainer)
-    one.pool.on_refused(refused())
-    assert one.told.waits.acquire(timeout=PATIENCE_S)  # it was refused before this save: asked once more
+    assert one.asked == [(0, 0)]
     one.pool.on_refused(refused())
     with pytest.raises(NotEnoughSharedMemory, match="100 bytes free, 8192 needed"):
         future.result(PATIENCE_S)
@@ -356,7 +355,7 @@ def test_one_refused_slot_is_not_the_end_of_the_others(two: Sidecar, trainer: Th
 def test_a_refusal_of_an_earlier_plan_does_not_count(one: Sidecar, trainer: ThreadPoolExecutor) -> None:
     one.pool.on_refused(refused(plan="0a1b2c3d-p0"))
     future = waiting(one, trainer)
-    assert one.asked == []
+    assert one.asked == [(0, 0)]
     one.pool.on_ready(ready())
     assert future.result(PATIENCE_S) == ready()
 
@@ -557,6 +556,16 @@ def test_what_is_prepared_for_another_plan_is_asked_for_once(one: Sidecar, train
     one.pool.on_ready(ready(generation=2, plan="p2"))
     assert future.result(PATIENCE_S).generation == 2
     assert one.asked == [(0, 0), (0, 0)]
+
+
+def test_a_region_that_only_an_earlier_client_of_the_rank_knew_is_asked_for(
+    one: Sidecar, trainer: ThreadPoolExecutor
+) -> None:
+    """The sidecar holds it for ready, and tells this client nothing by itself."""
+    future = waiting(one, trainer)
+    assert one.asked == [(0, 0)]
+    one.pool.on_ready(ready(generation=2))
+    assert future.result(PATIENCE_S).generation == 2
 
 
 def test_what_is_being_persisted_for_another_plan_is_not_asked_for(one: Sidecar, trainer: ThreadPoolExecutor) -> None:
