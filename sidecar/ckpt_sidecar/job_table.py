@@ -266,7 +266,8 @@ class JobTable:
         broken = record.break_seals() if record.session not in ("", message.session) else []
         if record.session != message.session:
             record.session, record.plan = message.session, None
-            record.forget_regions()  # as the client does
+            if record.hello.session != message.session:
+                record.forget_regions()  # as the client does
         message = replace(
             message,
             sidecar_id=self._sidecar_id,

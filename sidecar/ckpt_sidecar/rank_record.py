@@ -77,7 +77,7 @@ class RankRecord:
         Also of one that was refused meanwhile: it goes on filling the regions that it knows.
         """
         same = (self.hello.pid, self.hello.process_start_s) == (hello.pid, hello.process_start_s)
-        return same and bool(hello.session) and hello.session == self.session
+        return same and bool(hello.session) and self.session in ("", hello.session)
 
     @property
     def is_unused(self) -> bool:
@@ -137,7 +137,7 @@ class RankRecord:
             plan.plan_id,
             plan.items,
             byte_capacity,
-            owner=replace(self.hello, session=self.session),
+            owner=replace(self.hello, session=self.session or self.hello.session),
             planned_by=plan.save,
             other_namespace=self.other_namespace,
         )

@@ -210,3 +210,22 @@ def test_nothing_found_is_nothing_done() -> None:
     assert actions == []
     assert node.table.ranks == {}
     assert not node.table.is_busy
+
+
+def test_a_region_prepared_before_its_rank_was_welcomed_stays_the_ranks_own() -> None:
+    """Its journal had no session once. A client that comes back goes on filling the regions that it knows."""
+    own = journal(0, session="")
+    node, _ = adopting(found(own))
+    node.says(0, hello(0, 2, session=SESSION, next_seq=1))
+    welcomed = node.hears(0, Welcome(SESSION, "", "", "", ()))
+    brought = node.says(0, FinalPlan(key(), own.ready.plan_id, ITEMS))
+    assert [order.slot for order in of_type([*welcomed, *brought], PrepareRegion)] == [1]
+    assert Send(Node.peer(0), own.ready) in brought
+
+
+def test_a_journal_names_the_session_that_the_client_says_until_it_is_welcomed() -> None:
+    node = Node()
+    node.says(0, hello(0, 2, session=SESSION, slots=1))
+    (order,) = of_type(node.hears(0, FinalPlan(key(), "p1", ITEMS)), PrepareRegion)
+    assert order.owner is not None
+    assert order.owner.session == SESSION
