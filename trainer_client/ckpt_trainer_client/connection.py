@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 
 from ckpt_proto.checkpoint_layout import checkpoint_id
-from ckpt_proto.errors import FailureReport, RemoteProtocolError, SidecarUnreachable
+from ckpt_proto.errors import FailureReport, RemoteProtocolError
 from ckpt_proto.identity import SaveKey
 from ckpt_proto.messages import (
     Aborted,
@@ -52,23 +51,19 @@ from ckpt_trainer_client.commit_decisions import CommitDecisions
 from ckpt_trainer_client.commit_hooks import CommitHooks, PostCommitHook, PreCommitHook
 from ckpt_trainer_client.config import ClientConfig
 from ckpt_trainer_client.degraded_saves import DegradedSaves
-from ckpt_trainer_client.errors import SidecarRefused
+from ckpt_trainer_client.handshake import Handshake
 from ckpt_trainer_client.plan_exchange import PlanExchange
 from ckpt_trainer_client.questions import Questions
 from ckpt_trainer_client.region_pool import RegionPool
 from ckpt_trainer_client.saves_in_flight import SavesInFlight
 from ckpt_trainer_client.saves_of_client import SavesOfClient
 from ckpt_trainer_client.sidecar_link import SidecarLink
-from ckpt_trainer_client.sidecar_start import ensure_sidecar, sidecar_runs
 from ckpt_trainer_client.sidecar_watch import SIDECAR_LOST, SidecarWatch
 from ckpt_trainer_client.unanswered import Unanswered
 
 logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 30.0
-
-HELLO_AGAIN_S = 5.0
-"""A Hello after which the sidecar still does not know us for so long was lost with one that died."""
 
 
 class Connection:
@@ -82,14 +77,8 @@ class Connection:
         self._watch = SidecarWatch(config, self._callbacks.submit, self._on_lost, self._on_served)
         self._decisions = CommitDecisions(self._hooks, self.send)
         self.questions = Questions(self.send)
-        self._changed = threading.Condition()
-        self._welcome: Welcome | None = None
-        self._refused: Refused | None = None
-        self._farewell = False
+        self._handshake = Handshake(config, self._link.send, self._hello)
         self._torch_version = ""
-        self._closing = False
-        self._hello_sent_s = -HELLO_AGAIN_S
-        self._greeted = ""  # the sidecar that the last Hello was meant for, as far as known
         self.saves = SavesInFlight(self._callbacks)
         self.pool = RegionPool(config.slots)
         self.exchange = PlanExchange(self.send, config.stage_timeout_s)
@@ -139,43 +128,11 @@ class Connection:
         self._link.start()
         self._link.start_heartbeat()
         try:
-            self._handshake(time.monotonic() + self._config.connect_timeout_s)
+            self._handshake.meet(time.monotonic() + self._config.connect_timeout_s)
         except BaseException:
             self._link.send(Goodbye())  # it may know us all the same, and would take the next client for a second one
             self._end_threads()
             raise
-
-    def _handshake(self, deadline: float) -> None:
-        while True:
-            ensure_sidecar(self._config, deadline)
-            if self._welcome is not None:
-                return  # a Hello that was sent to an earlier sidecar has reached this one
-            with self._changed:
-                self._refused = None
-            self._say_hello()
-            answer = self._await_welcome(deadline)
-            if isinstance(answer, Welcome):
-                return
-            if answer is not None and answer.failure.kind != "SidecarDraining":
-                raise SidecarRefused(answer.failure)
-            if time.monotonic() > deadline:
-                raise SidecarUnreachable(
-                    f"the sidecar of job {self._config.job_id} has not welcomed rank {self._config.rank} within "
-                    f"{self._config.connect_timeout_s:.0f} s{self._coordinator_hint()}"
-                )
-
-    def _coordinator_hint(self) -> str:
-        address = self._config.coordinator
-        if not address or self._config.rank == 0:
-            return ""
-        return (
-            f": the coordinator, the sidecar of rank 0's node, has not answered at {address}; is rank 0 up, and can "
-            "this node reach that port? (another address: CKPT_SIDECAR_COORDINATOR=HOST:PORT on every node)"
-        )
-
-    def _say_hello(self) -> None:
-        self._hello_sent_s = time.monotonic()
-        self._link.send(self._hello())
 
     def _hello(self) -> Hello:
         config, next_seq = self._config, self.next_seq  # read before what is in flight: a save may begin meanwhile
@@ -197,21 +154,6 @@ class Connection:
             coordinator=config.coordinator,
             degrades=self._degraded is not None,
         )
-
-    def _await_welcome(self, deadline: float) -> Welcome | Refused | None:
-        """The answer to a Hello; None if the sidecar has gone or drains, and another Hello is due."""
-        with self._changed:
-            while True:
-                if self._welcome is not None:
-                    return self._welcome
-                if self._refused is not None:
-                    if self._refused.failure.kind == "SidecarDraining":
-                        self._changed.wait(0.1)
-                    return self._refused
-                if time.monotonic() > deadline:
-                    return None
-                if not self._changed.wait(1.0) and not sidecar_runs(self._config.runtime_dir):
-                    return None
 
     # ------------------------------------------------------------ sending and waiting
 
@@ -266,39 +208,36 @@ class Connection:
                 self._on_aborted(message)
             case RestoreStep() | Status():
                 self.questions.on_answer(message)
-            case Pong():
-                self._on_pong(message)
             case _:
                 self._on_answer(message)
 
     def _on_answer(self, message: Message) -> None:
-        with self._changed:
-            match message:
-                case Welcome():
-                    self._on_welcome(message)
-                case Refused():
-                    self._on_refused(message)
-                case Farewell():
-                    self._farewell = True
-            self._changed.notify_all()
+        match message:
+            case Pong():
+                self._handshake.on_pong(message)
+            case Welcome():
+                self._on_welcome(message)
+            case Refused():
+                self._on_refused(message)
+            case Farewell():
+                self._handshake.on_answer(message)
 
     def _on_refused(self, refused: Refused) -> None:
         if self.session and refused.failure.kind == RemoteProtocolError.__name__:
             logger.error("the sidecar could not read a message of this client: %s", refused.failure)
             return
-        self._refused = refused
+        self._handshake.on_answer(refused)
         if self.session:  # refused when it came back to a restarted sidecar: nothing can be saved by this client
             logger.error("the sidecar refuses to go on with this client: %s", refused.failure)
             self.pool.interrupt(f"the sidecar refuses to go on with this client: {refused.failure}")
             self._fail_all("Refused", str(refused.failure), "restart the job")
 
     def _on_welcome(self, welcome: Welcome) -> None:
-        again, before = self._welcome is not None, self.session
-        self._welcome = welcome
+        again, before = self._handshake.is_welcome, self.session
         self.session = welcome.session
         self.committed_steps = set(welcome.committed_steps)
-        self._greeted = welcome.sidecar_id
         self.pool.interrupt("")
+        self._handshake.on_answer(welcome)
         if again:
             if welcome.session == before:
                 self._resume(welcome)
@@ -346,15 +285,6 @@ class Connection:
         self.pool.interrupt(f"the link to the sidecar has failed: {error}")
         self._fail_all("LinkFailed", f"the link to the sidecar failed ({error})", "this is a bug; restart the job")
 
-    def _on_pong(self, pong: Pong) -> None:
-        same = self._greeted in ("", pong.sidecar_id)
-        if pong.known or (same and time.monotonic() - self._hello_sent_s < HELLO_AGAIN_S):
-            return  # heartbeats that queued while the sidecar was away are all answered alike: one Hello will do
-        self._greeted = pong.sidecar_id
-        self._say_hello()
-        if self._closing:
-            self._link.send(Goodbye())  # the one that was said has gone with the sidecar that it was said to
-
     def _on_committed(self, message: Committed) -> None:
         step = message.save.step
         self.unanswered.ended(message.save)
@@ -381,7 +311,7 @@ class Connection:
         """There is no sidecar, or none that answers: nothing that waits for it may wait on."""
         if self._degraded is not None and self.session and failure.kind == SIDECAR_LOST:
             self._allow()
-            if not self._closing:
+            if not self._handshake.is_parting:
                 self._degraded.begin(failure)
             return
         self.pool.interrupt(failure.message)
@@ -395,17 +325,15 @@ class Connection:
             logger.warning("the sidecar of job %s answers again", self._config.job_id)
 
     def _allow(self) -> None:
-        if self._refused is None:
+        if not self._handshake.is_refused:
             self.pool.interrupt("")
 
     # ------------------------------------------------------------ end
 
     def close(self) -> None:
         """Say goodbye and end both threads; a sidecar that is away is not waited for."""
-        self._closing = True
         self._watch.stop()
-        self._link.send(Goodbye())
-        if not self._await_farewell(time.monotonic() + ANSWER_TIMEOUT_S):
+        if not self._handshake.part(time.monotonic() + ANSWER_TIMEOUT_S):
             logger.warning("closed without the sidecar's farewell: it is away")
         self._end_threads()
 
@@ -416,10 +344,3 @@ class Connection:
             ending.callback(self._decisions.close, ANSWER_TIMEOUT_S)
             if self._degraded is not None:
                 ending.callback(self._degraded.close, ANSWER_TIMEOUT_S)
-
-    def _await_farewell(self, deadline: float) -> bool:
-        with self._changed:
-            while not self._farewell and self._refused is None and time.monotonic() < deadline:
-                if not self._changed.wait(0.5) and not sidecar_runs(self._config.runtime_dir):
-                    return self._farewell
-            return self._farewell

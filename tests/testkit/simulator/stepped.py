@@ -11,6 +11,7 @@ from ckpt_proto.identity import SaveKey
 from ckpt_proto.messages import FinalPlan, Hello, MakeGlobalPlan, Message, Pong, ProposePlan, RegionReady
 from ckpt_trainer_client.config import ClientConfig
 from ckpt_trainer_client.connection import Connection
+from ckpt_trainer_client.handshake import Handshake
 from ckpt_trainer_client.plan_exchange import PlanExchange
 from ckpt_trainer_client.region_pool import RegionPool, RegionRequest
 from ckpt_trainer_client.saves_in_flight import SavesInFlight
@@ -85,6 +86,14 @@ class _Link:
         self.send = send
 
 
+class SteppedHandshake(Handshake):
+    """Without the seconds between two Hellos."""
+
+    def on_pong(self, pong: Pong) -> None:
+        if not pong.known:
+            self.say_hello()
+
+
 class SteppedConnection(Connection):
     """The real connection on a simulated link, of a simulated process."""
 
@@ -96,6 +105,7 @@ class SteppedConnection(Connection):
         self._torch_version = "2.13.0"
         self._link: Any = _Link(send)
         self._callbacks: Any = _Inline()
+        self._handshake: SteppedHandshake = SteppedHandshake(config, send, self._hello)
         self._later = _Later()
         self._decisions._thread = self._later  # type: ignore[assignment]
         self.saves = SavesInFlight(self._callbacks)
@@ -124,16 +134,12 @@ class SteppedConnection(Connection):
     @property
     def is_welcome(self) -> bool:
         """Whether ``open`` has returned."""
-        return self._welcome is not None
+        return self._handshake.is_welcome
 
     @property
     def is_refused(self) -> bool:
         """Whether the client raises, or can save nothing any more."""
-        return self._refused is not None
+        return self._handshake.is_refused
 
     def _hello(self) -> Hello:
         return replace(super()._hello(), pid=self.pid, process_start_s=float(self.pid))
-
-    def _on_pong(self, pong: Pong) -> None:
-        if not pong.known:  # the real one waits some seconds before it says the next Hello
-            self._link.send(self._hello())
