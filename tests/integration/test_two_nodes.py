@@ -94,8 +94,10 @@ def test_a_node_that_is_cut_off_fails_the_save_by_name_and_the_next_one_commits(
 @pytest.mark.faults
 def test_storage_is_the_ledger_on_both_sides_of_a_cut(two_nodes: Cluster) -> None:
     """Messages are only quicker. What is not on storage either is in doubt, and nobody waits for ever for it."""
-    two_nodes.start_ranks(2)
     here, there = two_nodes.nodes
+    there.kill_sidecar()
+    there.start_sidecar("--node-timeout-s", str(4 * NODE_TIMEOUT_S))  # the coordinator shall have committed by then
+    two_nodes.start_ranks(2)
     two_nodes.all(do="save", step=1)
     two_nodes.all(do="result", step=1)
     two_nodes.net.cut(1)
@@ -142,12 +144,9 @@ def test_ranks_of_a_node_without_a_sidecar_save_on(two_nodes: Cluster, victim: i
     assert two_nodes.all(do="save", step=2) == [{"staged": True}] * 2
     without, served = two_nodes.nodes[victim].ranks, two_nodes.nodes[1 - victim].ranks
     assert all("committed" in answer for answer in together(without, do="result", step=2))
-    if victim == 0:
-        two_nodes.nodes[0].start_sidecar("--node-timeout-s", str(NODE_TIMEOUT_S))  # only it tells the others
     assert all("committed" in answer for answer in together(served, do="result", step=2))
     assert_holds(two_nodes.directory, 2, world_size=2)
-    if victim == 1:
-        two_nodes.nodes[1].start_sidecar("--node-timeout-s", str(NODE_TIMEOUT_S))
+    two_nodes.nodes[victim].start_sidecar("--node-timeout-s", str(NODE_TIMEOUT_S))
     assert two_nodes.all(do="save", step=3) == [{"staged": True}] * 2
     assert all("committed" in answer for answer in two_nodes.all(do="result", step=3))
     assert_holds(two_nodes.directory, 3, world_size=2)
