@@ -40,7 +40,22 @@ from ckpt_sidecar.membership import Departure, Membership
 from ckpt_sidecar.routes import session_of
 from ckpt_sidecar.session import Session
 
-__all__ = ["DECIDE_TIMEOUT_S", "MAX_ENDED_ATTEMPTS", "PERSIST_TIMEOUT_S", "CheckpointTable"]
+__all__ = ["COORDINATOR_EVENTS", "DECIDE_TIMEOUT_S", "MAX_ENDED_ATTEMPTS", "PERSIST_TIMEOUT_S", "CheckpointTable"]
+
+
+COORDINATOR_EVENTS = (
+    AtCoordinator,
+    DirectoryOpened,
+    DirectoryRefused,
+    NodeSilent,
+    PublishFailed,
+    Published,
+    ShardsListed,
+    Tick,
+    WithdrawFailed,
+    Withdrawn,
+)
+"""The events that :class:`CheckpointTable` takes; all others are the job table's."""
 
 
 class CheckpointTable:

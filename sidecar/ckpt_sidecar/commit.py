@@ -58,7 +58,8 @@ def publish_checkpoint(order: Publish, *, remove_superseded: bool = True) -> Non
     Raises:
         IncompleteCheckpoint: a manifest or data file is missing, has a wrong size, belongs to another plan, or the
             entries do not add up to the whole state; nothing became visible.
-        AlreadyCommitted: the step has been committed by another attempt and ``overwrite`` was not asked for.
+        AlreadyCommitted: the step has been committed by another attempt and ``overwrite`` was not asked for, or by a
+            later save of the same session.
     """
     directory = Path(checkpoint_id(order.directory, order.save.step))
     target = directory / METADATA_NAME

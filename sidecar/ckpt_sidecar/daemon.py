@@ -21,25 +21,16 @@ from ckpt_proto.node_name import node_name
 from ckpt_proto.process import process_start_s
 from ckpt_sidecar.action_runner import ActionRunner
 from ckpt_sidecar.actions import Action, Send, ToCoordinator, ToRank
-from ckpt_sidecar.checkpoint_table import CheckpointTable
+from ckpt_sidecar.checkpoint_table import COORDINATOR_EVENTS, CheckpointTable
 from ckpt_sidecar.config import SidecarConfig
 from ckpt_sidecar.coordination import Coordination
 from ckpt_sidecar.delivery import Local
 from ckpt_sidecar.events import (
-    AtCoordinator,
     CoordinatorUp,
-    DirectoryOpened,
-    DirectoryRefused,
     Event,
     FromRank,
-    NodeSilent,
-    Published,
-    PublishFailed,
     RegionsFound,
-    ShardsListed,
     Tick,
-    WithdrawFailed,
-    Withdrawn,
 )
 from ckpt_sidecar.job_lock import JobLock
 from ckpt_sidecar.job_table import JobTable
@@ -60,18 +51,6 @@ EXIT_OK = 0
 EXIT_ABORTED = 1
 
 logger = logging.getLogger(__name__)
-
-_FOR_COORDINATOR = (
-    AtCoordinator,
-    DirectoryOpened,
-    DirectoryRefused,
-    NodeSilent,
-    Published,
-    PublishFailed,
-    ShardsListed,
-    Withdrawn,
-    WithdrawFailed,
-)
 
 
 class Daemon:
@@ -214,7 +193,7 @@ class Daemon:
             self._handle(event, now_s)
 
     def _handle(self, event: Event, now_s: float) -> None:
-        table = self._checkpoints if isinstance(event, _FOR_COORDINATOR) else self._jobs
+        table = self._checkpoints if isinstance(event, COORDINATOR_EVENTS) else self._jobs
         self._perform(table.handle(event, now_s), now_s)
 
     def _perform(self, actions: list[Action], now_s: float) -> None:

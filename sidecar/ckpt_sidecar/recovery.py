@@ -218,22 +218,21 @@ class _Recovery:
         if attempt_files(path, attempt.save) != attempt.files:
             self._left.append(_finding(attempt, f"{decision.reason}; changed while it was looked at"))
             return
-        if not self._dry_run and is_named_in_metadata(path, attempt.save.save_id):
+        if not self._dry_run and not self._remove(path, attempt):
             self._left.append(_finding(attempt, "has been committed meanwhile"))
             return
-        if not self._dry_run:
-            self._remove(path, attempt)
         self._reaped.append(_finding(attempt, decision.reason))
 
-    def _remove(self, path: Path, attempt: FoundAttempt) -> None:
+    def _remove(self, path: Path, attempt: FoundAttempt) -> bool:
+        """Remove what an attempt has left, manifests first; False, and data files stay, if it has been committed."""
         names = [file.name for file in attempt.files]
         for kind in (".manifest", ".distcp"):
             if is_named_in_metadata(path, attempt.save.save_id):
-                logger.error("step %d: attempt %s was committed while it was removed", attempt.save.step, names[0])
-                return
+                return False
             remove_files([path / name for name in names if name.endswith(kind)])
         self._remove_if_empty(path)
         logger.info("step %d: files of attempt %s removed", attempt.save.step, attempt.save.save_id)
+        return True
 
     def _reap_temporary(self, path: Path, step: int, file: FoundFile) -> None:
         if found_files(path, [file.name]) != (file,):

@@ -55,11 +55,9 @@ class UnheardEnds:
         return record.tell(Aborted(submit.save, (failure,), files_stay=True))
 
     def _doubt(self, job: ShardJob, event: CoordinatorSilent) -> FailureReport:
-        text = (
-            f"the coordinator at {event.address} was not heard of for {event.silent_s:.0f} s, so it is not known here "
-        )
-        text += f"whether step {job.submit.save.step} is saved; it may be committed yet"
-        hint = "is the node of rank 0 up, and can this one reach it? latest() tells what is committed"
+        text = f"the coordinator at {event.address} was not heard of for {event.silent_s:.0f} s, so it is not known "
+        text += f"here whether step {job.submit.save.step} is saved; it may be committed yet"
+        hint = "is the node of rank 0 up, and can this one reach it? steps() tells what is committed"
         return FailureReport("CoordinatorLost", text, hint, job.submit.rank, self._node)
 
     def looked_for(self, event: CommitLookedFor) -> Committed | None:

@@ -26,26 +26,19 @@ from ckpt_sidecar.actions import (
     Withdraw,
     WriteShard,
 )
-from ckpt_sidecar.checkpoint_table import CheckpointTable
+from ckpt_sidecar.checkpoint_table import COORDINATOR_EVENTS, CheckpointTable
 from ckpt_sidecar.coordination import PATIENCE
 from ckpt_sidecar.events import (
     AtCoordinator,
     CoordinatorSilent,
-    DirectoryOpened,
-    DirectoryRefused,
     Event,
     FromCoordinator,
     FromRank,
     NodeSilent,
-    Published,
-    PublishFailed,
     RankDied,
     RegionsFound,
     ShardSealed,
-    ShardsListed,
     Tick,
-    WithdrawFailed,
-    Withdrawn,
 )
 from ckpt_sidecar.job_table import JobTable
 from testkit.simulator import workers
@@ -55,19 +48,6 @@ from testkit.tables import JOB, TORCH
 
 if TYPE_CHECKING:
     from testkit.simulator.world import World
-
-_FOR_COORDINATOR = (
-    AtCoordinator,
-    DirectoryOpened,
-    DirectoryRefused,
-    NodeSilent,
-    Published,
-    PublishFailed,
-    ShardsListed,
-    Tick,
-    Withdrawn,
-    WithdrawFailed,
-)
 
 _LANES: dict[type[Action], tuple[str, Callable[[SimNode, Any], workers.Work]]] = {
     PrepareRegion: ("layout", workers.prepare),
@@ -246,7 +226,7 @@ class SimNode:
     def _handle(self, event: Event) -> None:
         if self.trigger is not None and self.trigger[0] in (_name(event), _name(getattr(event, "message", None))):
             self.fuse, self.trigger = self.trigger[1], None
-        if isinstance(event, _FOR_COORDINATOR):
+        if isinstance(event, COORDINATOR_EVENTS):
             if self.checkpoints is not None:
                 self._perform(self.checkpoints.handle(event, self.world.now_s))
             return

@@ -23,7 +23,7 @@ from ckpt_proto.codec import encode
 from ckpt_proto.errors import StorageError
 from ckpt_proto.identity import SaveKey
 from ckpt_proto.messages import Heartbeat
-from ckpt_sidecar import durable_fs, step_survey
+from ckpt_sidecar import durable_fs, recovery, step_survey
 from ckpt_sidecar.actions import Publish
 from ckpt_sidecar.commit import publish_checkpoint, read_manifests
 from ckpt_sidecar.recover_command import describe_report
@@ -361,6 +361,24 @@ def test_an_attempt_that_changes_while_it_is_looked_at_is_left(tmp_path: Path, m
     report = recover(tmp_path, later_s=LATER_S)
     assert "changed while it was looked at" in reasons(report.left)[5, "0a1b2c3d-0"]
     assert (tmp_path / "step-5" / data_file_name(1, order.save.save_id)).exists()
+
+
+def test_an_attempt_that_is_committed_while_it_is_removed_keeps_its_data_and_is_reported_as_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = without_manifest(tmp_path, save_key()).save
+    step = tmp_path / "step-5"
+    real = recovery.remove_files
+
+    def publish_meanwhile(paths: list[Path]) -> None:
+        real(paths)
+        (step / METADATA_NAME).write_bytes(save.save_id.encode())
+
+    monkeypatch.setattr("ckpt_sidecar.recovery.remove_files", publish_meanwhile)
+    report = recover(tmp_path, later_s=LATER_S)
+    assert report.reaped == ()
+    assert "committed meanwhile" in reasons(report.left)[5, save.save_id]
+    assert list(step.glob("*.distcp"))
 
 
 def test_an_attempt_that_is_committed_while_it_is_looked_at_is_left(
