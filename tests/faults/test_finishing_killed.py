@@ -223,13 +223,25 @@ def test_the_next_sidecar_is_killed_together_with_the_one_that_it_has_started(jo
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("point", ["after the first window", "after a manifest has its name"])
+@pytest.mark.parametrize("point", ["after the first window", "before a manifest has its name"])
 def test_the_sidecar_that_recover_starts_is_killed(jobs: Jobs, row: Outcome, point: str) -> None:
     """Recover leaves what is incomplete, and the next one has it written to its end."""
     jobs.kill_all()
     assert jobs.recover(KillOrder(point)).results() == [0]
     jobs.await_death_of_the_finisher()
     assert not jobs.is_committed
+    assert jobs.recover().results() == [0]
+    jobs.await_end_of_the_dead()
+    jobs.next.start_sidecar()
+    jobs.run_again(row)
+
+
+@pytest.mark.faults
+def test_the_sidecar_that_recover_starts_is_killed_when_a_shard_is_durable(jobs: Jobs, row: Outcome) -> None:
+    """The other rank's shard may be durable by then too: it is written beside it. Then the first recover commits."""
+    jobs.kill_all()
+    assert jobs.recover(KillOrder("after a manifest has its name")).results() == [0]
+    jobs.await_death_of_the_finisher()
     assert jobs.recover().results() == [0]
     jobs.await_end_of_the_dead()
     jobs.next.start_sidecar()
