@@ -29,8 +29,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from ckpt_trainer_client import CheckpointClient, SaveHandle
 
 WARMUP_STEPS = 10
-SAVE_TIMES = ("stall_s", "staged_at_s", "persisted_at_s", "committed_at_s")
-"""Attributes of a save handle: seconds from the call of `save()`."""
+SAVE_TIMES = ("stall_s", "wait_s", "staged_at_s", "persisted_at_s", "committed_at_s")
+"""Attributes of a save handle: seconds in the call of `save()`, in waits for its copy, and from the call on."""
 
 
 @dataclass
@@ -77,19 +77,27 @@ def train(args: argparse.Namespace) -> None:
     corpus = Corpus()
     last_step = min(args.steps, args.stop_after or args.steps)
     saves: list[SaveHandle] = []
-    with closing(RunLog(args.loss_log, args.digests)) as log, CheckpointClient(args.directory) as client:
+    with (
+        closing(RunLog(args.loss_log, args.digests)) as log,
+        CheckpointClient(args.directory, overlap=args.overlap) as client,
+    ):
+        client.guard(training.optimizer, training.model)
         if client.latest() is not None:
             state = training.state_dict()
             client.load(state)
             training.load_state_dict(state)
+        first_step = training.step + 1
         while training.step < last_step:
             seed = args.seed + training.step * dist.get_world_size() + dist.get_rank()
             loss = training.advance(*corpus.batch(args.batch_size, args.context, seed))
             log.step(training.step, loss)
+            if args.save_every and training.step == first_step:
+                client.prepare(training.state_dict())  # not before: a new optimizer gets its state in its first step
             if args.save_every and training.step % args.save_every == 0:
                 state = training.state_dict()
                 saves.append(client.save(state, step=training.step))
-                log.staged(training.step)
+                if saves[-1].staged.done():
+                    log.staged(training.step)
                 log.state(training.step, state)
         client.wait()
         log.saves(saves)
@@ -179,6 +187,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--directory", default="checkpoints", help="where checkpoints go")
     parser.add_argument("--steps", type=int, default=100, help="length of the whole training")
     parser.add_argument("--save-every", type=int, default=20, help="steps; 0 never saves")
+    parser.add_argument("--overlap", action="store_true", help="copy behind forward and backward")
     parser.add_argument("--stop-after", type=int, help="stop at this step, as if preempted")
     parser.add_argument("--loss-log", type=Path, help="JSON lines: loss per step, times per save")
     parser.add_argument("--digests", type=Path, help="JSON: SHA-256 of each saved full tensor")

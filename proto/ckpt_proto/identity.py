@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from ckpt_proto.errors import LocalProtocolError
 
 MAX_STEP = 2**63 - 1
+PREPARE_STEP = MAX_STEP
+"""The step of an attempt that only makes plan and regions ready and is given up then; no checkpoint has it."""
+
 MAX_RANKS = 1 << 20
 _JOB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _SESSION = re.compile(r"[0-9a-f]{8}")
@@ -33,6 +36,11 @@ def job_id_from(text: str) -> str:
         return text
     cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip(".-")[-48:].strip(".-") or "job"
     return f"{cleaned}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def step_text(step: int) -> str:
+    """What a text calls the saving of a step."""
+    return "the preparation" if step == PREPARE_STEP else f"step {step}"
 
 
 def check_session(session: str) -> str:
@@ -64,6 +72,11 @@ class SaveKey:
             raise LocalProtocolError(f"save number {self.seq} is outside 0 .. 2^31-1")
         if not 0 <= self.step <= MAX_STEP:
             raise LocalProtocolError(f"step {self.step} is outside 0 .. 2^63-1")
+
+    @property
+    def is_preparation(self) -> bool:
+        """Whether nothing is saved by this attempt."""
+        return self.step == PREPARE_STEP
 
     @property
     def save_id(self) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ckpt_proto.errors import FailureReport
-from ckpt_proto.identity import SaveKey
+from ckpt_proto.identity import SaveKey, step_text
 from ckpt_proto.lifecycles import CHECKPOINT, CheckpointEvent, CheckpointState, walk
 from ckpt_proto.messages import Aborted, ProposePlan
 
@@ -141,13 +141,13 @@ class Attempt:
 
     def overdue(self, now_s: float) -> list[tuple[int, str]]:
         """Ranks that are late and what each has not done; empty while nobody is."""
-        age_s, step = now_s - self.opened_s, self.save.step
+        age_s, step = now_s - self.opened_s, step_text(self.save.step)
         if not self.is_open or self.approved or self.doomed:
             return []
         if self.unstaged_ranks and age_s > self.stage_timeout_s:
-            return [(rank, f"has not staged step {step} after {age_s:.0f} s") for rank in self.awaited_ranks]
+            return [(rank, f"has not staged {step} after {age_s:.0f} s") for rank in self.awaited_ranks]
         if self.state is CheckpointState.OPEN and age_s > PERSIST_TIMEOUT_S:
-            return [(rank, f"has not persisted step {step} after {age_s:.0f} s") for rank in self.unpersisted_ranks]
+            return [(rank, f"has not persisted {step} after {age_s:.0f} s") for rank in self.unpersisted_ranks]
         if self.asked_s is not None and now_s - self.asked_s > DECIDE_TIMEOUT_S:
-            return [(0, f"has not decided on the commit of step {step} after {now_s - self.asked_s:.0f} s")]
+            return [(0, f"has not decided on the commit of {step} after {now_s - self.asked_s:.0f} s")]
         return []

@@ -136,7 +136,8 @@ class AttemptEnd:
         attempt.proposals.clear()
         self._plans.drop(attempt.plan_id)
         attempt.tell(now_s, f"aborted: {'; '.join(map(str, attempt.failures))}")
-        self._counters.count_aborted(skipped=attempt.skipped)
+        if not attempt.save.is_preparation:
+            self._counters.count_aborted(skipped=attempt.skipped)
         attempt.files_stay = files_stay
         told = [ToRank(rank, attempt.aborted_for(rank)) for rank in range(attempt.world_size)]
         return [*told, *self._answer_if_settled(), *self._publish_approved(now_s)]

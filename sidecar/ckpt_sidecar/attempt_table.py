@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ckpt_proto.checkpoint_layout import checkpoint_id
 from ckpt_proto.errors import FailureReport
-from ckpt_proto.identity import SaveKey
+from ckpt_proto.identity import SaveKey, step_text
 from ckpt_proto.lifecycles import CheckpointEvent, CheckpointState
 from ckpt_proto.messages import (
     Aborted,
@@ -125,7 +125,7 @@ class AttemptTable:
     def lost(self, save: SaveKey, rank: int, reason: str) -> FailureReport:
         """A rank that has left before it had staged."""
         name = self._members.name(save.session, rank)
-        text = f"{name} left before it had staged step {save.step}: {reason or 'it closed its client'}"
+        text = f"{name} left before it had staged {step_text(save.step)}: {reason or 'it closed its client'}"
         return self.at(save, rank, FailureReport("RankLost", text))
 
     def _ended(self, save: SaveKey, rank: int) -> FailureReport:
@@ -154,8 +154,8 @@ class AttemptTable:
         if mine != attempt.save:
             first = next(other for other, key in attempt.keys.items() if key == attempt.save)
             text = (
-                f"save number {mine.seq} is of step {mine.step} on rank {rank} and of step {attempt.save.step} on rank "
-                f"{first}"
+                f"save number {mine.seq} is of {step_text(mine.step)} on rank {rank} and of "
+                f"{step_text(attempt.save.step)} on rank {first}"
             )
             hint = "every rank must call save() for the same steps in the same order"
             return [self.at(attempt.save, rank, FailureReport("StepsDiffer", text, hint))]

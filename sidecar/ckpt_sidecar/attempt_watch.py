@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ckpt_proto.errors import FailureReport
-from ckpt_proto.identity import SaveKey
+from ckpt_proto.identity import SaveKey, step_text
 from ckpt_proto.lifecycles import CheckpointState
 from ckpt_proto.messages import (
     ShardStaged,
@@ -78,7 +78,9 @@ class AttemptWatch:
 
     def _silent(self, attempt: Attempt, event: NodeSilent, missing: Sequence[int]) -> list[FailureReport]:
         named = list(missing[:20])
-        text = f"node {event.node} has not been heard of for {event.silent_s:.0f} s, and step {attempt.save.step} "
+        text = (
+            f"node {event.node} has not been heard of for {event.silent_s:.0f} s, and {step_text(attempt.save.step)} "
+        )
         text += f"needs its ranks {named}"
         hint = "is the node up, and can it reach the coordinator? the next save tries again"
         return [FailureReport("NodeLost", text, hint, rank, event.node) for rank in named]

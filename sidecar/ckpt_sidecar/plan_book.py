@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ckpt_proto.errors import FailureReport
+from ckpt_proto.identity import step_text
 from ckpt_proto.messages import FinalPlan, GlobalPlan, MakeGlobalPlan, Message, ProposePlan
 from ckpt_proto.plan_items import Plan
 from ckpt_sidecar.attempt import Attempt
@@ -114,8 +115,8 @@ def plan_lost(attempt: Attempt, ranks: Sequence[int]) -> PlanStep:
     """Nobody is left to say the plan again that these ranks never got."""
     failures = []
     for rank in ranks:
-        text = f"the plan of step {attempt.save.step} was lost with the sidecar before rank {rank} had it, while ranks "
-        text += f"{sorted(attempt.staged)} had staged"
+        text = f"the plan of {step_text(attempt.save.step)} was lost with the sidecar before rank {rank} had it, while "
+        text += f"ranks {sorted(attempt.staged)} had staged"
         failures.append(FailureReport("PlanLost", text, "the next save plans anew on every rank", rank))
     return PlanStep(failures=tuple(failures), replan=True)
 

@@ -76,7 +76,9 @@ def build_status(
         shards=tuple(_shard_status(rank, job, runner, now_s) for (rank, _), job in jobs.jobs.items()),
         checkpoints=tuple(_checkpoint_status(attempt, session, now_s) for attempt in attempts),
         failures=tuple(
-            _failure_status(attempt, now_s) for attempt in attempts if attempt.failures and not attempt.skipped
+            _failure_status(attempt, now_s)
+            for attempt in attempts
+            if attempt.failures and not attempt.skipped and not attempt.save.is_preparation
         )[-SHOWN_FAILURES:],
         torch_ready=runner.torch_ready,
         torch_version=identity.torch_version,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ckpt_proto.identity import step_text
 from ckpt_proto.lifecycles import CheckpointState, ShardState
 from ckpt_proto.status import CheckpointStatus, ShardStatus, SidecarStatus
 from ckpt_sidecar.health import degradations
@@ -33,7 +34,7 @@ def describe_pending(status: SidecarStatus) -> str:
         shown = ", ".join(living[:SHOWN_RANKS]) + (", ..." if len(living) > SHOWN_RANKS else "")
         return f"nothing is being written, but {len(living)} rank(s) are still connected: {shown}"
     parts = [
-        f"step {attempt.step}: {attempt.persisted_ranks} of {attempt.world_size} ranks persisted"
+        f"{step_text(attempt.step)}: {attempt.persisted_ranks} of {attempt.world_size} ranks persisted"
         for attempt in attempts
     ]
     done = sum(shard.written_bytes for shard in shards)
@@ -83,6 +84,6 @@ def _shard_line(shard: ShardStatus) -> str:
 
 def _attempt_line(attempt: CheckpointStatus) -> str:
     return (
-        f"  save    step {attempt.step}: {attempt.state}, staged {attempt.staged_ranks}/{attempt.world_size}, "
+        f"  save    {step_text(attempt.step)}: {attempt.state}, staged {attempt.staged_ranks}/{attempt.world_size}, "
         f"persisted {attempt.persisted_ranks}/{attempt.world_size} ranks, {attempt.age_s:.1f} s"
     )

@@ -87,6 +87,19 @@ def test_a_state_larger_than_shared_memory_is_refused_with_both_numbers(
         assert not (tmp_path / "checkpoints" / "step-1").exists()
 
 
+def test_what_does_not_fit_cannot_be_prepared_and_one_region_is_enough(
+    tmp_path: Path, small_shm: Path, start_sidecar: Callable[..., Sidecar], caplog: pytest.LogCaptureFixture
+) -> None:
+    start_sidecar()
+    with CheckpointClient(tmp_path / "checkpoints") as client:
+        with pytest.raises(CheckpointError, match=r"has \d+ bytes free"):
+            client.prepare(TOO_MUCH).result(LIMIT_S)
+        client.prepare(MOST).result(LIMIT_S)
+        assert "only 1 of 2 regions could be made" in caplog.text
+        client.save(MOST, step=1).result(LIMIT_S)
+        assert client.steps() == [1]
+
+
 def test_one_region_is_used_where_there_is_no_room_for_two(
     tmp_path: Path, small_shm: Path, start_sidecar: Callable[..., Sidecar]
 ) -> None:
@@ -311,7 +324,14 @@ def test_two_keys_that_flatten_to_one_name(tmp_path: Path, sidecar: Sidecar) -> 
 
 @pytest.mark.parametrize(
     ("step", "error"),
-    [(True, TypeError), ("3", TypeError), (3.0, TypeError), (None, TypeError), (-1, ValueError), (2**63, ValueError)],
+    [
+        (True, TypeError),
+        ("3", TypeError),
+        (3.0, TypeError),
+        (None, TypeError),
+        (-1, ValueError),
+        (2**63 - 1, ValueError),
+    ],
     ids=repr,
 )
 def test_a_step_that_is_none(tmp_path: Path, sidecar: Sidecar, step: Any, error: type[Exception]) -> None:

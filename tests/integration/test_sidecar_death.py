@@ -19,7 +19,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from ckpt_proto.runtime_dir import job_dirs, lock_owner
-from ckpt_trainer_client import CheckpointClient, CheckpointFailed, stager
+from ckpt_trainer_client import CheckpointClient, CheckpointFailed, filling
 from ckpt_trainer_client.region_pool import RegionPool, RegionRequest
 from testkit.forked_sidecars import ForkedSidecar
 from testkit.kill_points import KillOrder
@@ -207,7 +207,7 @@ def test_while_a_rank_fills_its_region(
     tmp_path: Path, sidecar: ForkedSidecar, check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The region is not sealed: nobody but the rank may touch it, and it seals it as if nothing had been."""
-    copy_all = stager.copy_all
+    copy_all = filling.copy_all
 
     def copy_half_kill_copy_the_rest(targets: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
         copy_all(targets[:1], tensors[:1])
@@ -217,7 +217,7 @@ def test_while_a_rank_fills_its_region(
     with CheckpointClient(tmp_path) as client:
         client.save(state(1), step=1).result(LIMIT_S)
         with monkeypatch.context() as patch:
-            patch.setattr(stager, "copy_all", copy_half_kill_copy_the_rest)
+            patch.setattr(filling, "copy_all", copy_half_kill_copy_the_rest)
             handle = client.save(state(2), step=2)
         handle.result(LIMIT_S)
         client.save(state(3), step=3).result(LIMIT_S)

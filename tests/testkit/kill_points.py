@@ -126,7 +126,7 @@ RANK_POINTS: Final = {
     "after RegionReady has come": KillPoint(*_HEARD, AFTER, "RegionReady"),
     "before the seal is broken": KillPoint("ckpt_trainer_client.attached_region", "AttachedRegion.begin", BEFORE),
     "after the seal is broken": KillPoint("ckpt_trainer_client.attached_region", "AttachedRegion.begin", AFTER),
-    "halfway through the copy": KillPoint("ckpt_trainer_client.stager", "copy_all", HALFWAY),
+    "halfway through the copy": KillPoint("ckpt_trainer_client.filling", "copy_all", HALFWAY),
     "before the region is sealed": KillPoint("ckpt_trainer_client.attached_region", "AttachedRegion.seal", BEFORE),
     "after the region is sealed": KillPoint("ckpt_trainer_client.attached_region", "AttachedRegion.seal", AFTER),
     "before SubmitShard is sent": KillPoint("ckpt_trainer_client.connection", "Connection.submit", BEFORE),

@@ -15,8 +15,10 @@ from ckpt_trainer_client.errors import (
     SidecarRefused,
     SidecarUnreachable,
     StorageError,
+    TensorChanged,
     UnsupportedLeaf,
 )
+from ckpt_trainer_client.preparation import Preparation
 from ckpt_trainer_client.save_handle import SaveHandle
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "LoadFailed",
     "NoCheckpoint",
     "PlanningError",
+    "Preparation",
     "RegionError",
     "RegionsExhausted",
     "SaveHandle",
@@ -35,5 +38,6 @@ __all__ = [
     "SidecarRefused",
     "SidecarUnreachable",
     "StorageError",
+    "TensorChanged",
     "UnsupportedLeaf",
 ]

@@ -15,6 +15,7 @@ from ckpt_proto.errors import RegionError
 from ckpt_proto.messages import RegionReady
 from ckpt_proto.plan_items import Plan
 from ckpt_proto.region import Seal, attach, seal_path
+from ckpt_trainer_client.device_copy import pin, unpin
 
 
 class AttachedRegion:
@@ -28,11 +29,13 @@ class AttachedRegion:
     def __init__(self, ready: RegionReady, items: Plan, old: AttachedRegion | None = None) -> None:
         self.ready = ready
         self._closed = False
+        self._pinned = 0  # address of the registered memory; 0 if nobody has asked, -1 if it was refused
         self._mapping: mmap.mmap
         self._seal: Seal
         self._inode: int
         if old is not None and old._still_is(ready):
             self._mapping, self._seal, self._inode = old._mapping, old._seal, old._inode
+            self._pinned, old._pinned = old._pinned, 0
             self.targets = _targets(self._mapping, ready, items)
             old.targets = []
             return
@@ -60,6 +63,12 @@ class AttachedRegion:
         """Break the seal: from here on the region is torn until :meth:`seal`."""
         self._seal.clear()
 
+    def pin(self) -> None:
+        """Register the mapping with CUDA, once: copies from the device are direct then."""
+        if not self._pinned:
+            whole = torch.frombuffer(self._mapping, dtype=torch.uint8)
+            self._pinned = whole.data_ptr() if pin(whole) else -1
+
     def write_bytes(self, entries: Sequence[bytes]) -> None:
         """Put the byte entries behind each other at the end of the region."""
         position = self.ready.byte_offset
@@ -78,6 +87,8 @@ class AttachedRegion:
         self._closed = True
         self.targets = []
         self._seal.close()
+        if self._pinned > 0:
+            unpin(self._pinned)
         self._mapping.close()
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -14,34 +14,21 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from ckpt_proto.checkpoint_layout import checkpoint_id
-from ckpt_proto.errors import AlreadyCommitted, FailureReport, NotEnoughSharedMemory, RegionError, report_of
-from ckpt_proto.identity import MAX_STEP, SaveKey
-from ckpt_proto.messages import ReportFailure, ReportSkip
 from ckpt_trainer_client.callback_thread import CALLBACKS, DECISIONS
 from ckpt_trainer_client.commit_hooks import PostCommitHook, PreCommitHook
 from ckpt_trainer_client.config import ClientConfig
 from ckpt_trainer_client.connection import Connection
-from ckpt_trainer_client.errors import (
-    CheckpointFailed,
-    ClientClosed,
-    NoCheckpoint,
-    PlanningError,
-    RegionsExhausted,
-    SaveSkipped,
-    UnsupportedLeaf,
-)
-from ckpt_trainer_client.planning import PlanningState
-from ckpt_trainer_client.restore import committed_steps, is_committed, load_step, with_per_rank
+from ckpt_trainer_client.errors import ClientClosed, NoCheckpoint
+from ckpt_trainer_client.guard import Guard
+from ckpt_trainer_client.preparation import Preparation
+from ckpt_trainer_client.restore import committed_steps, is_committed, load_step
 from ckpt_trainer_client.save_handle import SaveHandle
-from ckpt_trainer_client.stager import Stager
+from ckpt_trainer_client.saver import Saver
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 logger = logging.getLogger(__name__)
-
-_BAD_INPUT = (UnsupportedLeaf, PlanningError, AlreadyCommitted, ValueError, TypeError)
-"""Errors of the caller: raised by ``save()`` on the rank that has them. All others end in the handle."""
 
 
 class CheckpointClient:
@@ -63,6 +50,9 @@ class CheckpointClient:
         pre_commit, post_commit: hooks ``(step, checkpoint_id)``: on rank 0 before a commit (raise or return False to
             veto), on every rank after it. They run on a thread of the client.
         planner: a DCP ``SavePlanner`` for every save; a ``DefaultSavePlanner`` if None.
+        overlap: the default of ``save(overlap=)``; ``copy_first``: shell patterns of keys that are copied in the call
+            all the same; ``check_overlap``: find every tensor that changes while it is copied, at the price of a second
+            copy in the call (also ``CKPT_SIDECAR_CHECK_OVERLAP=1``). In-place operations are found without it.
 
     Raises:
         SidecarUnreachable: no sidecar could be started or answered in time.
@@ -91,6 +81,9 @@ class CheckpointClient:
         pre_commit: Sequence[PreCommitHook] = (),
         post_commit: Sequence[PostCommitHook] = (),
         planner: SavePlanner | None = None,
+        overlap: bool | None = None,
+        copy_first: Sequence[str] = (),
+        check_overlap: bool | None = None,
     ) -> None:
         self._config = ClientConfig.from_env(
             directory,
@@ -104,15 +97,17 @@ class CheckpointClient:
             rank=rank,
             world_size=world_size,
             job_id=job_id,
+            overlap=overlap,
+            copy_first=tuple(copy_first),
+            check_overlap=check_overlap,
         )
         self._planner = planner
         self._pid = os.getpid()
         self._closed = False
-        self._seq = 0
-        self._last: SaveHandle | None = None
+        self._guard = Guard()
         self._connection = Connection(self._config, tuple(pre_commit), tuple(post_commit))
         self._connection.open(torch.__version__)
-        self._stager = Stager(self._config, self._connection)
+        self._saver = Saver(self._config, self._connection, self._guard.buffers)
 
     # ------------------------------------------------------------ save
 
@@ -125,12 +120,13 @@ class CheckpointClient:
         blocking: bool = False,
         per_rank: dict[str, Any] | None = None,
         planner: SavePlanner | None = None,
+        overlap: bool | None = None,
     ) -> SaveHandle:
         """Stage this rank's part of ``state_dict`` and return; the sidecars do the rest. Called on every rank, in
         order.
 
-        When it returns, the tensors may change. A save that fails does not raise here unless ``blocking``: training
-        goes on, and the handle tells.
+        When it returns, the tensors may change; with ``overlap``, when ``before_optimizer_step()`` returns. A save that
+        fails does not raise here unless ``blocking``: training goes on, and the handle tells.
 
         Args:
             state_dict: whatever DCP accepts: nested dicts and lists of tensors, DTensors and other values, or objects
@@ -140,6 +136,10 @@ class CheckpointClient:
             blocking: return only when committed (the same format and bytes); raises what ``handle.result()`` raises.
             per_rank: state of this rank alone (random state, data loader), kept apart from other ranks'.
             planner: a planner for this save only.
+            overlap: copy most tensors after returning, behind forward and backward; None means what the client was
+                told. They must not change before :meth:`before_optimizer_step`, which :meth:`guard` calls; what
+                forward changes is copied in the call: small tensors, running statistics, and ``copy_first``. Until
+                one of the two has been called once, and with ``blocking``, everything is copied in the call.
 
         Raises:
             UnsupportedLeaf, PlanningError: the state dict cannot be saved; the text names key and type.
@@ -148,83 +148,58 @@ class CheckpointClient:
             ClientClosed: after ``close()``, or in a forked child.
         """
         self._check_usable()
-        started_s = time.monotonic()
-        handle = self._begin(step)
-        save = handle._save
-        state: PlanningState | None = None
-        try:
-            self._check_step(save, overwrite)
-            if self._config.backpressure == "skip" and self._connection.pool.all_busy:
-                raise SaveSkipped(step, [FailureReport("SaveSkipped", "every region is still being persisted")])
-            whole = with_per_rank(dict(state_dict), per_rank, self._config.rank)
-            state = PlanningState(whole, planner or self._planner, is_coordinator=self._config.rank == 0)
-            self._stager.stage(save, state, overwrite=overwrite)
-            handle._set_staged()
-        except _BAD_INPUT as error:
-            self._give_up(handle, error)
-            handle._observed = True  # told right here
-            raise
-        except Exception as error:  # noqa: BLE001 - a save that fails must not stop training
-            self._give_up(handle, error)
-        except BaseException as error:
-            self._give_up(handle, error)
-            raise
-        finally:
-            if state is not None:
-                state.release()
-            handle.stall_s = time.monotonic() - started_s
+        wanted = (self._config.overlap if overlap is None else overlap) and not blocking
+        handle = self._saver.save(
+            (state_dict, per_rank),
+            step,
+            overwrite=overwrite,
+            overlap=wanted and self._guard.allows_overlap(),
+            planner=planner or self._planner,
+        )
         if blocking:
             handle.result()
         return handle
 
-    def _begin(self, step: int) -> SaveHandle:
-        session, seq = self._connection.session, self._seq
-        self._seq += 1
-        problem = _problem_of_step(step)
-        if problem is not None:
-            # Every rank counts every call, so the ranks that called with a good step must hear of this one.
-            failure = report_of(problem).at(self._config.rank, self._config.node)
-            self._connection.report(ReportFailure(SaveKey(session, seq, 0), failure))
-            self._connection.next_seq = self._seq
-            raise problem
-        save = SaveKey(session, seq, step)
-        handle = SaveHandle(save, self._connection.questions.who_is_late)
-        self._connection.saves.expect(save, handle)
-        self._connection.next_seq = self._seq  # after it is expected: what is neither expected nor to come has ended
-        self._last = handle
-        return handle
+    def before_optimizer_step(self) -> None:
+        """Wait until the tensors of the last save may change: what is left of its copy. Called on every rank before
+        every optimizer step, and before anything else that changes what is saved with ``overlap``.
 
-    def _check_step(self, save: SaveKey, overwrite: bool) -> None:
-        self._connection.exchange.raise_if_aborted(save)
-        known = self._connection.committed_steps
-        if not overwrite and save.step in known:
-            if not is_committed(self._config.directory, save.step):
-                known.discard(save.step)  # somebody has removed it since
-                return
-            raise AlreadyCommitted(
-                f"step {save.step} is committed already in {self.checkpoint_id(save.step)}: pass overwrite=True to "
-                "replace it"
-            )
+        Costs nothing when nothing is being copied. ``handle.wait_s`` of the save says how long was waited.
+        """
+        self._guard.set()
+        if os.getpid() == self._pid:  # in a forked child nothing is copied
+            self._saver.wait_copied()
 
-    def _give_up(self, handle: SaveHandle, error: BaseException) -> None:
-        """This rank's part has failed: tell the others, resolve the handle."""
-        save = handle._save
-        if isinstance(error, SaveSkipped):
-            failures = [failure.at(self._config.rank, self._config.node) for failure in error.failures.values()]
-            skipped = True
-            self._connection.report(ReportSkip(save, failures[0].message))
-        elif isinstance(error, CheckpointFailed):
-            failures, skipped = list(error.failures.values()), False
-            self._connection.report(ReportFailure(save, failures[0]))
-        else:
-            report = report_of(error).at(self._config.rank, self._config.node)
-            failures, skipped = [report], False
-            has_no_region = isinstance(error, RegionError) and not isinstance(error, NotEnoughSharedMemory)
-            self._connection.report(ReportFailure(save, report, replan=has_no_region))
-            if not isinstance(error, RegionsExhausted):
-                logger.debug("save of step %d failed", save.step, exc_info=error)
-        logger.warning("step %d was not saved: %s", save.step, "; ".join(map(str, failures)))
-        self._connection.saves.failed(save, failures, skipped=skipped)
+    def guard(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module | None = None) -> None:
+        """Call :meth:`before_optimizer_step` at every ``optimizer.step()`` from now on. The client is not kept alive.
+
+        Args:
+            optimizer: what changes the tensors that are saved; call it for each, if there are several.
+            model: its buffers are copied before ``save()`` returns, because forward may change them.
+        """
+        self._check_usable()
+        self._guard.hook(optimizer, self.before_optimizer_step)
+        if model is not None:
+            self._guard.watch(model)
+
+    def prepare(
+        self,
+        state_dict: Mapping[str, Any],
+        *,
+        per_rank: dict[str, Any] | None = None,
+        planner: SavePlanner | None = None,
+    ) -> Preparation:
+        """Plan, and have the regions made and touched, in the background: the first ``save()`` is a later one then.
+
+        Called on every rank, in order with the saves, with a state dict as it will be saved; its values do not matter.
+        The next ``save()`` waits for it. One that fails is logged, and the first save does what it did not.
+
+        Raises:
+            UnsupportedLeaf, PlanningError: the state dict cannot be saved; the text names key and type.
+            ClientClosed: after ``close()``, or in a forked child.
+        """
+        self._check_usable()
+        return self._saver.prepare((state_dict, per_rank), planner or self._planner)
 
     # ------------------------------------------------------------ look and restore
 
@@ -264,6 +239,7 @@ class CheckpointClient:
         chosen = self.latest() if step is None else step
         if chosen is None:
             raise NoCheckpoint(f"there is no committed checkpoint in {self._config.directory}")
+        self._saver.wait_copied()
         load_step(state_dict, self._config.directory, chosen, per_rank, self._config.rank)
         return chosen
 
@@ -276,6 +252,7 @@ class CheckpointClient:
             TimeoutError: one still is after ``timeout`` seconds; the text names it and who is late.
         """
         self._check_usable()
+        self._saver.wait_copied()
         self._connection.wait_idle(timeout)
 
     def close(self, timeout: float | None = None) -> None:
@@ -290,20 +267,22 @@ class CheckpointClient:
         if self._closed or os.getpid() != self._pid:
             return
         try:
+            self._saver.wait_copied()
             self._connection.wait_idle(self._config.close_timeout_s if timeout is None else timeout)
         finally:
             self._shut()
-        if self._last is not None and self._last.is_unobserved_failure:
-            error = self._last.error()
+        last = self._saver.last
+        if last is not None and last.is_unobserved_failure:
+            error = last.error()
             assert error is not None
             raise error
 
     def _shut(self) -> None:
         self._closed = True
-        try:
-            self._connection.close()
-        finally:
-            self._stager.close()
+        with ExitStack() as ending:  # in this order, each even if the one before has failed
+            ending.callback(self._saver.close)
+            ending.callback(self._connection.close)
+            ending.callback(self._saver.settle)
 
     def __enter__(self) -> Self:
         return self
@@ -325,9 +304,3 @@ class CheckpointClient:
             raise ClientClosed("the client has been closed")
         if threading.current_thread().name in (CALLBACKS, DECISIONS):
             raise ClientClosed("a callback or hook of a save must not call the client: it would wait for itself")
-
-
-def _problem_of_step(step: object) -> Exception | None:
-    if isinstance(step, bool) or not isinstance(step, int):
-        return TypeError(f"step is a {type(step).__name__}, expected an int")
-    return None if 0 <= step <= MAX_STEP else ValueError(f"step {step} is outside 0 .. 2^63-1")

@@ -33,6 +33,9 @@ class ClientConfig:
         coordinator: ``host:port`` where the sidecars of other nodes find that of rank 0's; empty for one node.
         no_sidecar: what becomes of saves when that has passed later on: ``error``, they fail; ``degraded``, the client
             has them written without one, slowly.
+        overlap: whether ``save()`` copies behind the training's back if it is not told.
+        copy_first: shell patterns of keys that ``save()`` copies before it returns all the same.
+        check_overlap: compare what was copied so with a second copy made in the call: for debugging.
         supervised: somebody else restarts the sidecar (the wrapper), so the client never starts one.
     """
 
@@ -53,6 +56,9 @@ class ClientConfig:
     supervised: bool = False
     coordinator: str = ""
     no_sidecar: str = "error"
+    overlap: bool = False
+    copy_first: tuple[str, ...] = ()
+    check_overlap: bool = False
 
     def __post_init__(self) -> None:
         if self.backpressure not in BACKPRESSURE:
@@ -95,6 +101,7 @@ class ClientConfig:
             "shm_root": Path(os.path.abspath(environment.get("CKPT_SIDECAR_SHM_ROOT", DEFAULT_SHM_ROOT))),
             "node": node_name(environment),
             "supervised": environment.get("CKPT_SIDECAR_SUPERVISED", "0") == "1",
+            "check_overlap": environment.get("CKPT_SIDECAR_CHECK_OVERLAP", "0") == "1",
         }
         values.update({key: value for key, value in given.items() if value is not None})
         config = cls(**values)  # type: ignore[arg-type]

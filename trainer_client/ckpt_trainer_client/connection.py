@@ -4,6 +4,7 @@
 |------------------|----------------|--------------------------------------------------|--------------------|
 | trainer's thread | the user       | planning, regions, handles                       | -                  |
 | `ckpt-link`      | SidecarLink    | the socket; reports to pool, exchange, this file | close(): Farewell, join |
+| `ckpt-stage`     | StageThread    | one filling; plan and regions in `prepare()`     | settle(): join     |
 | `ckpt-callbacks` | CallbackThread | resolves handles, post-commit hooks, restarts a sidecar | close(): join |
 | `ckpt-decide`    | CallbackThread | pre-commit hooks, if there are any               | close(): join      |
 | `ckpt-stand-in`  | CallbackThread | stand-ins for a sidecar, if `no_sidecar` says so | close(): kill, join |
@@ -20,7 +21,7 @@ from functools import partial
 
 from ckpt_proto.checkpoint_layout import checkpoint_id
 from ckpt_proto.errors import FailureReport, RemoteProtocolError
-from ckpt_proto.identity import SaveKey
+from ckpt_proto.identity import SaveKey, step_text
 from ckpt_proto.messages import (
     Aborted,
     AskCommit,
@@ -265,7 +266,7 @@ class Connection:
     def _fail_all(self, kind: str, why: str, hint: str) -> None:
         """Fail every save in flight, staged or not."""
         for save in self.saves.pending():
-            failure = FailureReport(kind, f"{why} while step {save.step} was in flight", hint)
+            failure = FailureReport(kind, f"{why} while {step_text(save.step)} was in flight", hint)
             self._fail(save, [failure.at(self._config.rank, self._config.node)])
 
     def _fail(self, save: SaveKey, failures: Sequence[FailureReport]) -> None:

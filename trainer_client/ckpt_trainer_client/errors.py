@@ -12,6 +12,7 @@ from ckpt_proto.errors import (
     SidecarUnreachable,
     StorageError,
 )
+from ckpt_proto.identity import step_text
 
 __all__ = [
     "AlreadyCommitted",
@@ -27,6 +28,7 @@ __all__ = [
     "SidecarRefused",
     "SidecarUnreachable",
     "StorageError",
+    "TensorChanged",
     "UnsupportedLeaf",
 ]
 
@@ -40,7 +42,7 @@ class CheckpointFailed(CheckpointError):
     def __init__(self, step: int, failures: Sequence[FailureReport]) -> None:
         self.step = step
         self.failures = {failure.rank: failure for failure in failures}
-        super().__init__(f"step {step} was not saved: " + "; ".join(map(str, failures)))
+        super().__init__(f"{step_text(step)} was not saved: " + "; ".join(map(str, failures)))
 
 
 class SaveSkipped(CheckpointFailed):
@@ -69,6 +71,18 @@ class PlanningError(CheckpointError):
 
 class UnsupportedLeaf(CheckpointError):
     """A value of the state dict cannot be saved; the text names its key and type."""
+
+
+class TensorChanged(CheckpointError):
+    """Tensors were changed in place while they were copied behind the training's back; ``keys`` names them."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self.keys = tuple(keys)
+        named = ", ".join(self.keys[:20]) + (f" and {len(self.keys) - 20} more" if len(self.keys) > 20 else "")
+        super().__init__(
+            f"{named} changed while being copied: call before_optimizer_step() before whatever changes them, or name "
+            "them in copy_first; the next save copies them before it returns"
+        )
 
 
 class LoadFailed(CheckpointError):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ckpt_proto.errors import FailureReport, report_of
-from ckpt_proto.identity import SaveKey
+from ckpt_proto.identity import SaveKey, step_text
 from ckpt_proto.messages import Aborted, FinalPlan, GlobalPlan, MakeGlobalPlan, Message, ProposePlan, ReportFailure
 from ckpt_trainer_client.errors import CheckpointFailed, SaveSkipped
 from ckpt_trainer_client.planning import PlanningState, SavePlanned
@@ -105,9 +105,9 @@ class PlanExchange:
             return
         changed = f" (changed: {', '.join(changed_keys)})" if changed_keys else ""
         text = (
-            f"step {save.step} cannot be saved without a sidecar: its state dict needs a new plan{changed}, on which "
+            f"{step_text(save.step)} cannot be saved without a sidecar: its state dict needs a new plan{changed}, on "
         )
-        text += f"the ranks agree through one; {self._unserved.message}"
+        text += f"which the ranks agree through one; {self._unserved.message}"
         raise CheckpointFailed(save.step, [replace(self._unserved, message=text)])
 
     def _await_plan(self, save: SaveKey, state: PlanningState, changed_keys: tuple[str, ...]) -> SavePlanned:
@@ -128,9 +128,8 @@ class PlanExchange:
                     return answer
                 self._raise_if_unserved(save, changed_keys)
                 if not self._arrived.wait(deadline - time.monotonic()):
-                    text = (
-                        f"no plan for step {save.step} after {self._timeout_s:.0f} s: the coordinator does not answer"
-                    )
+                    text = f"no plan for {step_text(save.step)} after {self._timeout_s:.0f} s: "
+                    text += "the coordinator does not answer"
                     raise CheckpointFailed(save.step, [FailureReport("PlanTimeout", text)])
 
     def _at_hand(self, save: SaveKey) -> FinalPlan | MakeGlobalPlan | None:

@@ -133,6 +133,11 @@ class PlanningState:
             )
         return tensor.detach()
 
+    def leaf(self, fqn: str, tensor: torch.Tensor) -> torch.Tensor:
+        """What the user has under a key, such as a DTensor; ``tensor``, which it resolved to, if that is unknown."""
+        value = (getattr(self.planner, "state_dict", None) or {}).get(fqn)
+        return value if isinstance(value, torch.Tensor) else tensor
+
     def resolve_bytes(self, item: WriteItem) -> bytes:
         """The serialised form of a byte item or of an opaque tensor.
 

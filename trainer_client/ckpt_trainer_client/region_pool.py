@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ckpt_proto.errors import FailureReport, NotEnoughSharedMemory, RegionError
+from ckpt_proto.identity import step_text
 from ckpt_proto.lifecycles import REGION, RegionEvent, RegionState, walk
 from ckpt_proto.messages import RegionReady, RegionRefused
 from ckpt_trainer_client.errors import CheckpointFailed, RegionsExhausted, SaveSkipped
@@ -193,7 +194,7 @@ class RegionPool:
                     self._raise_late(request, bound_s)
 
     def _raise_late(self, request: RegionRequest, bound_s: float) -> None:
-        state = f"for step {request.step} within {bound_s:g} s: {self._describe()}"
+        state = f"for {step_text(request.step)} within {bound_s:g} s: {self._describe()}"
         if self._all_busy():
             raise RegionsExhausted(
                 f"no region became free {state}; the storage is slower than the saves, or the sidecar is stuck (see "
@@ -217,8 +218,8 @@ class RegionPool:
                 if grown is not None:
                     return grown
                 if not self._changed.wait(deadline - self._clock()):
-                    text = f"the region for step {request.step} was not grown to hold {byte_capacity} byte-entry bytes"
-                    raise RegionError(f"{text} within {PREPARE_TIMEOUT_S:g} s")
+                    text = f"the region for {step_text(request.step)} was not grown to hold {byte_capacity} bytes of "
+                    raise RegionError(f"{text}byte entries within {PREPARE_TIMEOUT_S:g} s")
 
     def _grown(
         self, ready: RegionReady, request: RegionRequest, byte_capacity: int, asked: set[tuple[int, int]]
@@ -314,19 +315,20 @@ class RegionPool:
         if self._all_busy() and request.policy == "skip":
             failure = FailureReport("SaveSkipped", f"no free region: {self._describe()}")
             raise SaveSkipped(request.step, [failure])
-        refusals = [slot.refusal for slot in self._slots if slot.refusal is not None]
-        if len(refusals) == len(self._slots) and refusals[0].plan_id == request.plan_id:
+        others = [slot for slot in self._slots if slot.state is not RegionState.FILLING]  # a preparation takes them all
+        refusals = [slot.refusal for slot in others if slot.refusal is not None]
+        if refusals and len(refusals) == len(others) and refusals[0].plan_id == request.plan_id:
             raise _refused(refusals[0])
 
     def _describe(self) -> str:
         return ", ".join(
-            f"slot {index} {slot.state.value}" + (f" (step {slot.step})" if slot.step >= 0 else "")
+            f"slot {index} {slot.state.value}" + (f" ({step_text(slot.step)})" if slot.step >= 0 else "")
             for index, slot in enumerate(self._slots)
         )
 
 
 def _cannot_wait(request: RegionRequest, unserved: FailureReport, needs: str) -> CheckpointFailed:
-    text = f"step {request.step} cannot be saved without a sidecar: {needs}; {unserved.message}"
+    text = f"{step_text(request.step)} cannot be saved without a sidecar: {needs}; {unserved.message}"
     return CheckpointFailed(request.step, [replace(unserved, message=text)])
 
 

@@ -18,10 +18,12 @@ class SaveHandle:
     """What is known of one ``save()``.
 
     Attributes:
-        staged: the region holds the bytes; the tensors may change now. Resolved before ``save()`` returns.
+        staged: the region holds the bytes; the tensors may change now. Resolved before ``save()`` returns, with
+            ``overlap`` before ``before_optimizer_step()`` returns.
         persisted: this rank's data file is durable.
         committed: ``.metadata`` is published, the step can be restored; its result is the checkpoint's path.
         step: the step saved.
+        stall_s: seconds that ``save()`` took; wait_s: seconds waited later for the rest of an overlapped copy.
 
     Each future resolves on every rank, on success and on failure; a failure is a
     :class:`~ckpt_trainer_client.errors.CheckpointFailed` with the failures of the ranks. ``persisted`` and
@@ -35,6 +37,7 @@ class SaveHandle:
         self.persisted: Future[None] = Future()
         self.committed: Future[str] = Future()
         self.stall_s: float | None = None
+        self.wait_s = 0.0
         self.staged_at_s: float | None = None
         self.persisted_at_s: float | None = None
         self.committed_at_s: float | None = None
@@ -108,7 +111,8 @@ class SaveHandle:
         return time.monotonic() - self._called_s
 
     def _set_staged(self) -> None:
-        self.staged_at_s = self._seconds()
+        if self.staged_at_s is None:
+            self.staged_at_s = self._seconds()
         _settle(self.staged, None)
 
     def _set_persisted(self) -> None:

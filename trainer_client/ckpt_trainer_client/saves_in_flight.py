@@ -13,7 +13,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 
 from ckpt_proto.errors import FailureReport
-from ckpt_proto.identity import SaveKey
+from ckpt_proto.identity import SaveKey, step_text
 from ckpt_trainer_client.callback_thread import CallbackThread
 from ckpt_trainer_client.save_handle import SaveHandle
 
@@ -39,6 +39,13 @@ class SavesInFlight:
         """The saves in flight."""
         with self._lock:
             return list(self._handles)
+
+    def staged(self, save: SaveKey) -> None:
+        """This rank's region is sealed; said before it is submitted, so that it is told first."""
+        with self._lock:
+            handle = self._handles.get(save)
+        if handle is not None:
+            self._callbacks.submit(handle._set_staged)
 
     def persisted(self, save: SaveKey) -> None:
         """This rank's data file is durable."""
@@ -86,7 +93,7 @@ class SavesInFlight:
                 handle.committed.exception(left_s)
             except FutureTimeout:
                 late = who_is_late(handle._save)
-                raise TimeoutError(f"step {handle.step} is still in flight after {timeout_s} s: {late}") from None
+                raise TimeoutError(f"{step_text(handle.step)} is still in flight after {timeout_s} s: {late}") from None
         told = threading.Event()
         self._callbacks.submit(told.set)  # what has arrived is resolved on that thread, perhaps not yet
         if not told.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):

@@ -1,20 +1,25 @@
-"""Staging one rank's part of a save: plan, region, copy, seal. Called on the trainer's thread only."""
+"""What a save of this rank needs before bytes are copied: the plan, and a region to fill in."""
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
 from functools import partial
 
-from ckpt_proto.codec import encode
-from ckpt_proto.errors import NotEnoughSharedMemory, RegionError
+from ckpt_proto.errors import FailureReport, NotEnoughSharedMemory, RegionError
 from ckpt_proto.identity import SaveKey
-from ckpt_proto.messages import GrowRegion, RegionReady, SubmitShard
+from ckpt_proto.messages import Aborted, GrowRegion, RegionReady, SubmitShard
 from ckpt_trainer_client.attached_region import AttachedRegion
 from ckpt_trainer_client.config import ClientConfig
 from ckpt_trainer_client.connection import Connection
+from ckpt_trainer_client.errors import CheckpointFailed
+from ckpt_trainer_client.filling import Filling
 from ckpt_trainer_client.planning import PlanningState, SavePlanned
 from ckpt_trainer_client.region_pool import RegionRequest
-from ckpt_trainer_client.staging import byte_entries, copy_all, sources
+from ckpt_trainer_client.staging import byte_entries, sources
 from ckpt_trainer_client.structure import changed_keys
+
+logger = logging.getLogger(__name__)
 
 
 class Stager:
@@ -26,9 +31,10 @@ class Stager:
         self._plan: SavePlanned | None = None
         self._plan_epoch = -1
         self._regions: dict[int, AttachedRegion] = {}
+        self._is_closing = False
 
-    def stage(self, save: SaveKey, state: PlanningState, *, overwrite: bool) -> None:
-        """Copy what ``state`` resolves into a region and hand that over; on return the tensors may change.
+    def begin(self, save: SaveKey, state: PlanningState, *, overwrite: bool) -> Filling:
+        """A region for what ``state`` resolves, its seal broken.
 
         Raises:
             UnsupportedLeaf, PlanningError: the state dict cannot be saved.
@@ -41,21 +47,67 @@ class Stager:
         pool, request = self._connection.pool, self._request(save, plan)
         ready = self._acquire(request)
         try:
-            needed = sum(map(len, entries))
-            if needed > ready.byte_capacity:
-                # Twice what is needed, so that a slowly growing value does not grow the region at every save.
-                ready = pool.grow(ready, request, 2 * needed)
+            ready = self._with_room(ready, request, sum(map(len, entries)))
             request.check()
             region = self._attach(ready, plan)
             region.begin()
-            copy_all(region.targets, tensors)
-            region.write_bytes(entries)
-            submit = self._submission(save, ready, tuple(map(len, entries)), overwrite)
-            pool.seal(ready.slot, request, partial(region.seal, encode(submit)), region.begin)
         except BaseException:
             pool.discard(ready.slot)
             raise
-        self._connection.submit(submit)
+        submit = self._submission(save, ready, tuple(map(len, entries)), overwrite)
+        items = [item for _, item in plan.framed]
+        if any(tensor.is_cuda for tensor in tensors):
+            region.pin()
+        return Filling(pool, request, region, items, tensors, entries, submit)
+
+    def _with_room(self, ready: RegionReady, request: RegionRequest, needed: int) -> RegionReady:
+        if needed <= ready.byte_capacity:
+            return ready
+        # Twice what is needed, so that a slowly growing value does not grow the region at every save.
+        return self._connection.pool.grow(ready, request, 2 * needed)
+
+    # ------------------------------------------------------------ preparing
+
+    def prepare(self, save: SaveKey, state: PlanningState) -> None:
+        """Get the plan for ``state``, and have each slot's region made, grown and attached. Not at once with a save.
+
+        Raises:
+            UnsupportedLeaf, PlanningError: the state dict cannot be saved.
+            RegionError: no region could be made, or only the first: then that is logged.
+            CheckpointFailed: another rank has failed, or the client is being closed.
+        """
+        plan = self._plan_for(save, state)
+        needed = sum(map(len, byte_entries(state, plan)))
+        request = replace(self._request(save, plan), policy="wait", check=partial(self._raise_if_pointless, save))
+        epoch, pool, taken = self._connection.plan_epoch, self._connection.pool, list[int]()
+        try:
+            while len(taken) < self._config.slots and epoch == self._connection.plan_epoch:
+                ready = self._acquire(request)
+                taken.append(ready.slot)
+                region = self._attach(self._with_room(ready, request, needed), plan)
+                if any(tensor.is_cuda for tensor in sources(state, plan)):
+                    region.pin()
+        except NotEnoughSharedMemory as error:
+            if len(taken) == 0:
+                raise
+            logger.warning("only %d of %d regions could be made: %s", len(taken), self._config.slots, error)
+        finally:
+            for slot in taken:
+                pool.discard(slot)
+
+    def _raise_if_pointless(self, save: SaveKey) -> None:
+        """Other ranks end the attempt as soon as they are ready, so that it has ended says nothing."""
+        if self._is_closing:
+            raise CheckpointFailed(save.step, [FailureReport("ClientClosed", "the client is being closed")])
+
+    def give_up_preparing(self, save: SaveKey) -> None:
+        """A preparation that waits for something ends now. Called on the trainer's thread."""
+        self._is_closing = True
+        closing = FailureReport("ClientClosed", "the client is being closed").at(self._config.rank, self._config.node)
+        self._connection.exchange.on_message(Aborted(save, (closing,)))
+        self._connection.pool.wake()
+
+    # ------------------------------------------------------------ plan and region
 
     def _acquire(self, request: RegionRequest) -> RegionReady:
         try:

@@ -42,7 +42,8 @@ def sources(state: PlanningState, plan: SavePlanned) -> list[torch.Tensor]:
 def copy_all(targets: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
     """Copy ``tensors`` into ``targets``; on return the region holds the bytes and the tensors may change.
 
-    Device tensors are copied on the current stream, after the work that is queued there, and waited for.
+    Device tensors are copied on the calling thread's current stream, after the work that is queued there, and waited
+    for.
     """
     devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
     # A save may be called in any mode; a target made or written in inference mode could not be written outside of it.
@@ -50,4 +51,4 @@ def copy_all(targets: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -
         for target, tensor in zip(targets, tensors, strict=True):
             target.copy_(tensor, non_blocking=True)
     for device in devices:
-        torch.accelerator.synchronize(device)
+        torch.accelerator.current_stream(device).synchronize()
