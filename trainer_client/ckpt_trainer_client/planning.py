@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from ckpt_proto.plan_items import ItemKind, Plan, PlanItem
 from ckpt_trainer_client.errors import PlanningError, UnsupportedLeaf
+from ckpt_trainer_client.recognition import Recognition
 from ckpt_trainer_client.structure import Structure, planner_key, structure_of
 from ckpt_trainer_client.wire_plan import from_wire, to_wire
 
@@ -26,8 +27,11 @@ DIGEST_BYTES = 8
 class SavePlanned:
     """A finished plan, kept between saves: DCP's items and our records of them, one to one.
 
-    ``framed`` are the items with a payload at a fixed place, ``others`` those that are serialised, both in plan order.
-    ``owner`` keeps a user's planner alive, so that its identity in ``key`` cannot be reused.
+    ``framed`` are the items with a payload at a fixed place, ``framed_items`` our records of them, ``others`` the items
+    that are serialised, all in plan order.
+    ``owner`` keeps a user's planner alive, so that its identity in ``key`` cannot be reused. ``recognition`` knows the
+    state dict again, if a stock planner flattened it; ``pick`` takes the tensors of ``framed`` out of its leaves, if
+    all are saved whole and as they are.
     """
 
     plan_id: str
@@ -35,14 +39,28 @@ class SavePlanned:
     structure: Structure | None
     items: Plan
     framed: tuple[tuple[WriteItem, PlanItem], ...]
+    framed_items: Plan
     others: tuple[WriteItem, ...]
     owner: SavePlanner | None
+    recognition: Recognition | None = None
+    pick: Callable[[Sequence[Any]], Sequence[torch.Tensor]] | None = None
 
 
 class PlanningState:
-    """One state dict being saved, seen through its planner. Lives as long as one ``save()``."""
+    """One state dict being saved, seen through its planner. Lives as long as one ``save()``.
 
-    def __init__(self, state_dict: Mapping[str, Any], planner: SavePlanner | None, *, is_coordinator: bool) -> None:
+    ``known`` is the plan of an earlier state dict: one that is recognised as its like is flattened only if it must be
+    planned after all. ``leaves`` are its leaves then.
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, Any],
+        planner: SavePlanner | None,
+        *,
+        is_coordinator: bool,
+        known: SavePlanned | None = None,
+    ) -> None:
         if getattr(planner, "_enable_plan_caching", False):
             raise PlanningError(
                 f"{type(planner).__name__} has enable_plan_caching on: that cache is global to the process and would "
@@ -50,11 +68,30 @@ class PlanningState:
             )
         self.planner = planner if planner is not None else DefaultSavePlanner()
         self.is_own = planner is None
-        self.planner.set_up_planner(_without_stateful(state_dict), is_coordinator=is_coordinator)
+        self._is_coordinator = is_coordinator
+        self._whole: dict[str, Any] = _without_stateful(state_dict)
+        self.leaves: list[Any] | None = None
+        self.key: tuple[Any, ...] | None = None
+        self.structure: Structure | None = None
+        if not self._recognise(known):
+            self._set_up()
+
+    def _recognise(self, known: SavePlanned | None) -> bool:
+        if known is None or known.recognition is None or known.key != planner_key(self.planner):
+            return False
+        self.leaves = known.recognition.leaves(self._whole)
+        if self.leaves is None:
+            return False
+        self.key, self.structure = known.key, known.structure
+        self.planner.state_dict = dict(zip(known.recognition.fqns, self.leaves, strict=True))  # type: ignore[attr-defined]
+        return True
+
+    def _set_up(self) -> None:
+        self.leaves = None
+        self.planner.set_up_planner(self._whole, is_coordinator=self._is_coordinator)
         self.key = planner_key(self.planner)
         flat = getattr(self.planner, "state_dict", None)
         paths = getattr(self.planner, "mappings", None) or {}
-        self.structure: Structure | None = None
         if self.key is not None and isinstance(flat, dict):
             self.structure = structure_of(flat, paths)
 
@@ -74,6 +111,8 @@ class PlanningState:
             PlanningError: the planner failed or made what a sidecar cannot carry.
             UnsupportedLeaf: a value cannot be saved.
         """
+        if self.leaves is not None:
+            self._set_up()
         plan = self.planner.create_local_plan()
         items, digests = [], []
         for item, record in zip(plan.items, to_wire(plan), strict=True):
@@ -111,7 +150,18 @@ class PlanningState:
         pairs = list(zip(finished.items, items, strict=True))
         framed = tuple(pair for pair in pairs if pair[1].is_framed)
         others = tuple(write_item for write_item, item in pairs if not item.is_framed)
-        return SavePlanned(plan_id, self.key, self.structure, items, framed, others, owner)
+        recognition = self._recognition()
+        pick = recognition.picker_of([item.fqn for _, item in framed]) if recognition is not None else None
+        framed_items = tuple(item for _, item in framed)
+        return SavePlanned(
+            plan_id, self.key, self.structure, items, framed, framed_items, others, owner, recognition, pick
+        )
+
+    def _recognition(self) -> Recognition | None:
+        planner = self.planner
+        if type(planner) is not DefaultSavePlanner or not planner.flatten_state_dict or self.structure is None:
+            return None
+        return Recognition.of(self._whole, planner.state_dict, self.structure)
 
     def resolve_tensor(self, item: WriteItem) -> torch.Tensor:
         """The tensor of an item, detached, where it lives.
@@ -164,6 +214,7 @@ class PlanningState:
 
         The planner is not called for it: a planner is only ever given what the user saves.
         """
+        self._whole, self.leaves = {}, None
         if not self.is_own and isinstance(getattr(self.planner, "state_dict", None), dict):
             self.planner.state_dict = {}  # type: ignore[attr-defined]
 

@@ -108,7 +108,7 @@ class Saver:
     def _planning_state(self, given: Given, planner: SavePlanner | None) -> PlanningState:
         state_dict, per_rank = given
         whole = with_per_rank(dict(state_dict), per_rank, self._config.rank)
-        return PlanningState(whole, planner, is_coordinator=self._config.rank == 0)
+        return self._stager.planning_state(whole, planner)
 
     def _begin(self, step: int) -> SaveHandle:
         session, seq = self._connection.session, self._seq

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlanner
 
 from ckpt_proto.errors import FailureReport, NotEnoughSharedMemory, RegionError
 from ckpt_proto.identity import SaveKey
@@ -33,6 +38,14 @@ class Stager:
         self._regions: dict[int, AttachedRegion] = {}
         self._is_closing = False
 
+    def planning_state(self, state_dict: Mapping[str, Any], planner: SavePlanner | None) -> PlanningState:
+        """``state_dict`` seen through its planner, recognised if it is like the one of the save before.
+
+        Raises:
+            UnsupportedLeaf, PlanningError: it cannot be saved.
+        """
+        return PlanningState(state_dict, planner, is_coordinator=self._config.rank == 0, known=self._plan)
+
     def begin(self, save: SaveKey, state: PlanningState, *, overwrite: bool) -> Filling:
         """A region for what ``state`` resolves, its seal broken.
 
@@ -55,10 +68,9 @@ class Stager:
             pool.discard(ready.slot)
             raise
         submit = self._submission(save, ready, tuple(map(len, entries)), overwrite)
-        items = [item for _, item in plan.framed]
-        if any(tensor.is_cuda for tensor in tensors):
+        if _are_pinnable(tensors):
             region.pin()
-        return Filling(pool, request, region, items, tensors, entries, submit)
+        return Filling(pool, request, region, plan.framed_items, tensors, entries, submit)
 
     def _with_room(self, ready: RegionReady, request: RegionRequest, needed: int) -> RegionReady:
         if needed <= ready.byte_capacity:
@@ -85,7 +97,7 @@ class Stager:
                 ready = self._acquire(request)
                 taken.append(ready.slot)
                 region = self._attach(self._with_room(ready, request, needed), plan)
-                if any(tensor.is_cuda for tensor in sources(state, plan)):
+                if _are_pinnable(sources(state, plan)):
                     region.pin()
         except NotEnoughSharedMemory as error:
             if len(taken) == 0:
@@ -149,7 +161,7 @@ class Stager:
 
     def _attach(self, ready: RegionReady, plan: SavePlanned) -> AttachedRegion:
         region = self._regions.get(ready.slot)
-        if region is None or region.ready != ready:
+        if region is None or (region.ready is not ready and region.ready != ready):
             self._regions[ready.slot] = region = AttachedRegion(ready, plan.items, region)
         return region
 
@@ -162,3 +174,9 @@ class Stager:
         """Let go of plan and regions."""
         self._plan = None
         self._detach()
+
+
+def _are_pinnable(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether copying one of them is faster into pinned memory."""
+    is_used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return is_used and any(tensor.is_cuda for tensor in tensors)

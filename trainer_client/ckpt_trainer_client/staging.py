@@ -9,6 +9,9 @@ import torch
 from ckpt_trainer_client.errors import PlanningError
 from ckpt_trainer_client.planning import PlanningState, SavePlanned
 
+TOGETHER = 4096
+"""Tensors copied in one call: the interpreter gets a turn between two."""
+
 
 def byte_entries(state: PlanningState, plan: SavePlanned) -> list[bytes]:
     """The serialised byte items and opaque tensors of the plan, in plan order.
@@ -21,12 +24,14 @@ def byte_entries(state: PlanningState, plan: SavePlanned) -> list[bytes]:
     return [state.resolve_bytes(write_item) for write_item in plan.others]
 
 
-def sources(state: PlanningState, plan: SavePlanned) -> list[torch.Tensor]:
-    """The tensors to copy, in plan order, detached, where they live.
+def sources(state: PlanningState, plan: SavePlanned) -> Sequence[torch.Tensor]:
+    """The tensors to copy, in plan order, where they live.
 
     Raises:
         PlanningError: one is not what the plan says: copying it would store other values under its shape.
     """
+    if state.leaves is not None and plan.pick is not None:
+        return plan.pick(state.leaves)  # recognised, and so what the plan says
     dtypes = {item.dtype: getattr(torch, item.dtype) for _, item in plan.framed}
     tensors = []
     for write_item, item in plan.framed:
@@ -45,10 +50,11 @@ def copy_all(targets: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -
     Device tensors are copied on the calling thread's current stream, after the work that is queued there, and waited
     for.
     """
-    devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+    devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
     # A save may be called in any mode; a target made or written in inference mode could not be written outside of it.
     with torch.inference_mode(mode=False), torch.no_grad():
-        for target, tensor in zip(targets, tensors, strict=True):
-            target.copy_(tensor, non_blocking=True)
+        for start in range(0, len(tensors), TOGETHER):
+            part = slice(start, start + TOGETHER)
+            torch._foreach_copy_(list(targets[part]), list(tensors[part]), non_blocking=True)
     for device in devices:
         torch.accelerator.current_stream(device).synchronize()

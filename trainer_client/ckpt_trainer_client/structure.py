@@ -31,14 +31,15 @@ def structure_of(flat: Mapping[str, Any], paths: Mapping[str, tuple[Any, ...]]) 
     structure: Structure = {}
     for fqn, value in flat.items():
         try:
-            structure[fqn] = (paths.get(fqn), *_leaf(fqn, value))
+            structure[fqn] = (paths.get(fqn), *leaf_structure(fqn, value))
         except Exception as error:
             kind = type(value)
             raise UnsupportedLeaf(f"{fqn} is a {kind.__module__}.{kind.__qualname__}: {error}") from error
     return structure
 
 
-def _leaf(fqn: str, value: Any) -> tuple[Any, ...]:
+def leaf_structure(fqn: str, value: Any) -> tuple[Any, ...]:
+    """What the entries of one leaf in a plan depend on."""
     if isinstance(value, DTensor):
         local = value.to_local()
         if not hasattr(local, "__create_write_items__"):
