@@ -44,8 +44,9 @@ format: venv ## let ruff format the code and repair what it can
 demo: venv ## run examples/demo.py
 	$(BIN)/python examples/demo.py $(ARGS)
 
-bench: venv ## run tests/benchmarks/bench.py
+bench: venv ## run tests/benchmarks
 	$(BIN)/python tests/benchmarks/bench.py $(ARGS)
+	$(BIN)/python tests/benchmarks/tensor_count.py
 
 clean: ## remove the environment, caches and build results
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
