@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from ckpt_trainer_client import CheckpointClient, CheckpointFailed, TensorChanged
+from ckpt_trainer_client.stage_thread import StageThread
 from testkit.late_copies import late_copies
 from testkit.ranks import RankStarter
 from testkit.sidecars import Sidecar
@@ -343,6 +344,34 @@ def test_a_rank_that_is_killed_while_it_copies_leaves_the_checkpoint_before(
         assert target["x"].sum() == LARGE
         client.save(target, step=3).result(LIMIT_S)
         assert client.steps() == [1, 3]
+
+
+@pytest.mark.parametrize("is_started", [False, True], ids=["before it is started", "when it was started"])
+def test_an_interrupt_while_the_copy_is_handed_to_its_thread(
+    tmp_path: Path, sidecar: Sidecar, late: list[str], monkeypatch: pytest.MonkeyPatch, is_started: bool
+) -> None:
+    real = StageThread.start
+
+    def start(thread: StageThread, work: Callable[[], None]) -> bool:
+        if is_started:
+            real(thread, work)
+        raise KeyboardInterrupt
+
+    state = {"x": torch.ones(LARGE)}
+    with CheckpointClient(tmp_path, overlap=True) as client:
+        client.before_optimizer_step()
+        client.save(state, step=1)
+        with monkeypatch.context() as patch:
+            patch.setattr(StageThread, "start", start)
+            with pytest.raises(KeyboardInterrupt):
+                client.save(state, step=2)
+        client.before_optimizer_step()
+        state["x"].zero_()
+        for step in (3, 4, 5):
+            client.save(state, step=step)
+        client.wait()
+        assert client.steps() == [1, 3, 4, 5]
+        assert loaded(client, state, 3)["x"].sum() == 0
 
 
 LEAVING = """

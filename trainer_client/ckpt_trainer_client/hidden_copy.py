@@ -42,16 +42,30 @@ class HiddenCopy:
         self._hand_over = hand_over
         self._give_up = give_up
         self._streams = SideStreams(filling.tensors)
+        self._begun = threading.Lock()
         self._ended = threading.Event()
         self._is_staged = False
 
     def run(self) -> None:
-        """On ``ckpt-stage``."""
+        """On ``ckpt-stage``, or on the trainer's thread if that is ending."""
+        if not self._begun.acquire(blocking=False):
+            return
         try:
             self._run()
         finally:
-            self._filling = self._watch = None
-            self._ended.set()
+            self._end()
+
+    def call_off(self) -> None:
+        """Discard the filling, unless the copy has begun: then it goes on. On the trainer's thread."""
+        if not self._begun.acquire(blocking=False):
+            return
+        if self._filling is not None:
+            self._filling.discard()
+        self._end()
+
+    def _end(self) -> None:
+        self._filling = self._watch = None
+        self._ended.set()
 
     def _run(self) -> None:
         filling, watch = self._filling, self._watch

@@ -146,21 +146,35 @@ class Saver:
     def _stage(self, handle: SaveHandle, state: PlanningState, *, overwrite: bool, overlap: bool) -> None:
         filling = self._stager.begin(handle._save, state, overwrite=overwrite)
         try:
-            if overlap and self._copy_behind(handle, state, filling):
-                return
-            filling.copy()
-            self._hand_over(handle, filling)
+            hidden = self._copy_first(handle, state, filling) if overlap else None
+            if hidden is None:
+                filling.copy()
+                self._hand_over(handle, filling)
         except BaseException:
             filling.discard()
             raise
-        handle._set_staged()
+        if hidden is None:
+            handle._set_staged()
+        else:
+            self._copy_behind(hidden)
 
-    def _copy_behind(self, handle: SaveHandle, state: PlanningState, filling: Filling) -> bool:
-        """Copy what must be copied now and start the copy of the rest; returns whether it was started."""
+    def _copy_behind(self, copy: HiddenCopy) -> None:
+        """From here on the filling is the copy's, whatever happens."""
+        self._copy = copy
+        try:
+            started = self._thread.start(copy.run)
+        except BaseException:  # an interrupt, before or after it was started
+            copy.call_off()
+            raise
+        if not started:  # the interpreter is ending: there is no training to hide behind
+            copy.run()
+
+    def _copy_first(self, handle: SaveHandle, state: PlanningState, filling: Filling) -> HiddenCopy | None:
+        """Copy what must be copied now; returns the copy of the rest. None if there is none: then nothing is copied."""
         sources = [_source(item.fqn, tensor) for item, tensor in zip(filling.items, filling.tensors, strict=True)]
         first, later = self._order.split(sources, self._buffers() | {NOWHERE})
         if not later:
-            return False
+            return None
         watch: ChangeWatch
         if self._config.check_overlap:
             watch = ByteWatch(filling, later)
@@ -170,10 +184,7 @@ class Saver:
             )
         copy = HiddenCopy(handle, filling, batches(later, sources), watch, self._hand_over, self._give_up)
         filling.copy(first)
-        if not self._thread.start(copy.run):
-            return False  # the interpreter is ending: there is no training to hide behind
-        self._copy = copy
-        return True
+        return copy
 
     def _hand_over(self, handle: SaveHandle, filling: Filling) -> None:
         submit = filling.seal()
@@ -182,9 +193,9 @@ class Saver:
 
     def wait_copied(self) -> None:
         """Wait until no tensor is being copied."""
-        copy, self._copy = self._copy, None
-        if copy is not None:
-            copy.wait()
+        if self._copy is not None:
+            self._copy.wait()
+            self._copy = None  # not before: an interrupt may end the wait
 
     def _give_up(self, handle: SaveHandle, error: BaseException) -> None:
         """This rank's part has failed: tell the others, resolve the handle. On either thread."""

@@ -24,14 +24,14 @@ def byte_entries(state: PlanningState, plan: SavePlanned) -> list[bytes]:
     return [state.resolve_bytes(write_item) for write_item in plan.others]
 
 
-def sources(state: PlanningState, plan: SavePlanned) -> Sequence[torch.Tensor]:
+def sources(state: PlanningState, plan: SavePlanned) -> list[torch.Tensor]:
     """The tensors to copy, in plan order, where they live.
 
     Raises:
         PlanningError: one is not what the plan says: copying it would store other values under its shape.
     """
     if state.leaves is not None and plan.pick is not None:
-        return plan.pick(state.leaves)  # recognised, and so what the plan says
+        return list(plan.pick(state.leaves))  # recognised, and so what the plan says
     dtypes = {item.dtype: getattr(torch, item.dtype) for _, item in plan.framed}
     tensors = []
     for write_item, item in plan.framed:
