@@ -96,7 +96,13 @@ class Hello(Message):
 
 @dataclass(frozen=True)
 class Heartbeat(Message):
-    """Rank -> sidecar, every second. Answer: Pong."""
+    """Rank -> sidecar, every second. Answer: Pong.
+
+    ``step_s`` is how long training's steps took on average that have ended since the one before; 0 if none has, or if
+    nobody tells the client of steps.
+    """
+
+    step_s: float = 0.0
 
 
 @dataclass(frozen=True)

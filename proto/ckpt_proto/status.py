@@ -69,6 +69,23 @@ class FailureStatus:
 
 
 @dataclass(frozen=True)
+class MannersStatus:
+    """What the sidecar takes from training.
+
+    ``cpu_s``: CPU seconds of its whole life. ``cpu_s_per_gb``: of its writing threads, per 1e9 bytes written; None
+    before the first. ``write_cap_bytes_per_s``: given, or because steps are slow; None: no cap. ``slowdown``: how many
+    times longer the trainers' steps take beside a write than without one; None if not known. ``cores``: where it may
+    run; empty: not known.
+    """
+
+    cpu_s: float = 0.0
+    cpu_s_per_gb: float | None = None
+    write_cap_bytes_per_s: float | None = None
+    slowdown: float | None = None
+    cores: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class SidecarStatus:
     """The whole answer. Times are seconds, sizes bytes; ``last_committed_step`` is None before the first commit.
 
@@ -100,3 +117,4 @@ class SidecarStatus:
     torch_ready: bool
     torch_version: str
     links: tuple[str, ...] = ()
+    manners: MannersStatus = MannersStatus()

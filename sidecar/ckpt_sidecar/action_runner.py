@@ -53,6 +53,7 @@ from ckpt_sidecar.passing_errors import may_pass
 from ckpt_sidecar.progress import Progress
 from ckpt_sidecar.storage_work import REAP_OLDER_THAN_S, StorageWork, logged
 from ckpt_sidecar.throttle import Throttle
+from ckpt_sidecar.write_cost import WriteCost
 
 if TYPE_CHECKING:
     from ckpt_sidecar.torch_work import Region
@@ -67,6 +68,7 @@ class ActionRunner:
         runtime_dir: where the regions lie.
         writers: shards that are written at the same time.
         throttle: the bandwidth cap shared by them.
+        cost: counts what they use.
         reap_older_than_s: files of attempts that can never be committed are removed if untouched for so long.
     """
 
@@ -78,11 +80,13 @@ class ActionRunner:
         post: Callable[[Event], None],
         *,
         reap_older_than_s: float = REAP_OLDER_THAN_S,
+        cost: WriteCost | None = None,
     ) -> None:
         self._runtime_dir = runtime_dir
         self._throttle = throttle
         self._post = post
         self._writers = writers
+        self._cost = cost or WriteCost()
         self._regions: dict[tuple[int, int], Region] = {}
         self.progress: dict[tuple[int, SaveKey], Progress] = {}
         self.torch_ready = False
@@ -185,7 +189,7 @@ class ActionRunner:
             region = self._region_of(action)
             from ckpt_sidecar.torch_work import ShardWriter
 
-            writer = ShardWriter(self._io, self._throttle, time.monotonic)
+            writer = ShardWriter(self._io, self._throttle, time.monotonic, self._cost)
             nbytes = writer.write(action, region.layout, region.mapping, progress)
         except Exception as error:  # noqa: BLE001 - every failure must become an event
             failure = logged(error, f"shard of rank {rank}, step {save.step}")

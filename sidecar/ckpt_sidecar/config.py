@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ckpt_proto.identity import check_job_id
 from ckpt_proto.runtime_dir import DEFAULT_SHM_ROOT, runtime_dir
+from ckpt_sidecar.affinity import AWAY, INHERIT, parse_cores
 
 ENV_PREFIX = "CKPT_SIDECAR_"
 
@@ -26,6 +27,9 @@ class SidecarConfig:
         storage_retry_s: how long a write or commit that fails by an error that may pass is tried again; 0: never.
         write_stall_s: a write that makes no progress for so long fails its save.
         nice: CPU niceness added to the sidecar, 0 to 19.
+        cpu_affinity: ``away`` from cores that ranks are pinned to, ``inherit``, or a list of cores such as ``0-3,8``.
+        polite_within_s: while training's steps are slower beside a write, it is slowed too, as far as it still ends
+            within so many seconds; 0: never.
         idle_exit_s: exit when no rank has been connected for so long and nothing is under way; None: only when told.
             If every rank closed its client in good order the sidecar does not wait.
         supervisor_pid: drain and exit when this process is gone; None: nobody in particular has to live.
@@ -45,6 +49,8 @@ class SidecarConfig:
     storage_retry_s: float = 30.0
     write_stall_s: float = 600.0
     nice: int = 10
+    cpu_affinity: str = AWAY
+    polite_within_s: float = 30.0
     idle_exit_s: float | None = None
     supervisor_pid: int | None = None
     sweep_orphans: bool = True
@@ -58,6 +64,7 @@ class SidecarConfig:
         check_job_id(self.job_id)
         if not self.shm_root.is_dir():
             raise ValueError(f"--shm-root {self.shm_root} is no directory")
+        self._check_manners()
         if not 1 <= self.writers <= 64:
             raise ValueError(f"--writers {self.writers} is outside 1 .. 64")
         if self.idle_exit_s is not None and not self.idle_exit_s >= 0:
@@ -70,10 +77,19 @@ class SidecarConfig:
             raise ValueError(f"--reap-older-than-s {self.reap_older_than_s} is no number of seconds")
         if not 3 <= self.node_timeout_s < math.inf:
             raise ValueError(f"--node-timeout-s {self.node_timeout_s} is less than 3 s, or no number")
+
+    def _check_manners(self) -> None:
         if self.max_write_bytes_per_s is not None and not self.max_write_bytes_per_s > 0:
             raise ValueError(f"--max-write-bytes-per-s {self.max_write_bytes_per_s} is not positive")
         if not 0 <= self.nice <= 19:
             raise ValueError(f"--nice {self.nice} is outside 0 .. 19")
+        if not 0 <= self.polite_within_s < math.inf:
+            raise ValueError(f"--polite-within-s {self.polite_within_s} is no number of seconds")
+        if self.cpu_affinity not in (AWAY, INHERIT):
+            try:
+                parse_cores(self.cpu_affinity)
+            except ValueError as error:
+                raise ValueError(f"--cpu-affinity: {error} (or {AWAY!r}, {INHERIT!r})") from None
 
     @property
     def runtime_dir(self) -> Path:
@@ -113,6 +129,19 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--node-timeout-s", type=float, default=60.0, help="silence after which a node is given up")
     add_option(parser, "--nice", type=int, default=10, help="CPU niceness of the sidecar")
     add_option(
+        parser,
+        "--cpu-affinity",
+        default=AWAY,
+        help="'away' from cores that ranks are pinned to, 'inherit', or cores such as 0-3,8",
+    )
+    add_option(
+        parser,
+        "--polite-within-s",
+        type=float,
+        default=30.0,
+        help="a write that slows training is slowed too, as far as it still ends within so long; 0: never",
+    )
+    add_option(
         parser, "--idle-exit-s", type=float, help="exit when no rank was connected for so long; never by default"
     )
 
@@ -141,6 +170,8 @@ def config_from(arguments: argparse.Namespace) -> SidecarConfig:
         peer_insecure=_is_on(arguments.peer_insecure),
         node_timeout_s=arguments.node_timeout_s,
         nice=arguments.nice,
+        cpu_affinity=arguments.cpu_affinity,
+        polite_within_s=arguments.polite_within_s,
         idle_exit_s=arguments.idle_exit_s,
         supervisor_pid=getattr(arguments, "supervisor_pid", None),
         ready_fd=getattr(arguments, "ready_fd", None),

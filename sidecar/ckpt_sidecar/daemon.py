@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from ckpt_proto.messages import AskStatus, Goodbye, Heartbeat, Hello, Message, Status
 from ckpt_proto.node_name import node_name
 from ckpt_proto.process import process_start_s
+from ckpt_proto.status import SidecarStatus
 from ckpt_sidecar.action_runner import ActionRunner
 from ckpt_sidecar.actions import Action, Send, ToCoordinator, ToRank
 from ckpt_sidecar.checkpoint_table import COORDINATOR_EVENTS, CheckpointTable
@@ -35,12 +36,11 @@ from ckpt_sidecar.events import (
 from ckpt_sidecar.job_lock import JobLock
 from ckpt_sidecar.job_table import JobTable
 from ckpt_sidecar.leftovers import find_regions
+from ckpt_sidecar.manners import Manners
 from ckpt_sidecar.orphans import OrphanSweep
-from ckpt_sidecar.priority import lower_priority
 from ckpt_sidecar.rank_watch import RankWatch
 from ckpt_sidecar.server import Server
 from ckpt_sidecar.status_report import Identity, build_status
-from ckpt_sidecar.throttle import Throttle
 
 TICK_S = 1.0
 OTHERS_S = 30.0
@@ -79,9 +79,14 @@ class Daemon:
         )
         self._posted: deque[Event] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        throttle = Throttle(config.max_write_bytes_per_s)
+        self._manners = Manners(config, self._jobs)
         self._runner = ActionRunner(
-            self._directory, config.writers, throttle, self._post, reap_older_than_s=config.reap_older_than_s
+            self._directory,
+            config.writers,
+            self._manners.throttle,
+            self._post,
+            reap_older_than_s=config.reap_older_than_s,
+            cost=self._manners.cost,
         )
         self._orphans = OrphanSweep(config.shm_root, self._directory)
         self._server = Server(self._directory)
@@ -109,7 +114,7 @@ class Daemon:
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        lower_priority(self._config.nice)
+        self._manners.begin()
         self._runner.start()
         self._adopt()
         self._say_ready()
@@ -149,6 +154,7 @@ class Daemon:
             self._handle_all(self._watch.deaths(now_s), now_s)
             self._look_for_the_supervisor()
             self._orphans.look()
+            self._manners.tick(self._runner, now_s)
             self._handle_all(self._coordination.tick(now_s), now_s)
             self._handle_all(self._runner.stalled(now_s, self._config.write_stall_s), now_s)
             self._coordination.keep_only(self._coordinators_needed())
@@ -168,14 +174,11 @@ class Daemon:
 
     def _take_message(self, peer: bytes, pid: int, message: Message, now_s: float) -> None:
         if isinstance(message, AskStatus):
-            links = self._coordination.described()
-            status = build_status(
-                self._config, self._identity, self._jobs, self._checkpoints, self._runner, now_s, links
-            )
-            self._server.send(peer, Status(status))
+            self._server.send(peer, Status(self._status(now_s)))
             return
         if isinstance(message, Heartbeat):
             self._watch.hear(peer, now_s)
+            self._manners.hear(peer, message.step_s, now_s)
         else:
             logger.debug("from %s: %s", peer.hex(), type(message).__name__)
         if isinstance(message, Hello):
@@ -187,6 +190,12 @@ class Daemon:
         self._handle(FromRank(peer, pid, message), now_s)
         if isinstance(message, Hello):
             self._watch.hear(peer, now_s)
+
+    def _status(self, now_s: float) -> SidecarStatus:
+        links, manners = self._coordination.described(), self._manners.status()
+        return build_status(
+            self._config, self._identity, self._jobs, self._checkpoints, self._runner, now_s, links, manners
+        )
 
     def _handle_all(self, events: Iterable[Event], now_s: float) -> None:
         for event in events:

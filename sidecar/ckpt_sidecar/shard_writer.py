@@ -21,6 +21,7 @@ from ckpt_sidecar.durable_fs import make_dirs, sync_dir, write_file
 from ckpt_sidecar.ledger import durable_shard
 from ckpt_sidecar.progress import Progress
 from ckpt_sidecar.throttle import Throttle
+from ckpt_sidecar.write_cost import WriteCost
 
 WINDOW_BYTES = 8 << 20
 WINDOWS_IN_FLIGHT = 2
@@ -35,10 +36,13 @@ class ShardCancelled(CheckpointError):
 class ShardWriter:
     """Writes shards. One instance serves all writer threads; it keeps no state of a job."""
 
-    def __init__(self, io: Executor, throttle: Throttle, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, io: Executor, throttle: Throttle, clock: Callable[[], float], cost: WriteCost | None = None
+    ) -> None:
         self._io = io
         self._throttle = throttle
         self._clock = clock
+        self._cost = cost or WriteCost()
 
     def write(self, action: WriteShard, layout: ShardLayout, mapping: mmap.mmap, progress: Progress) -> int:
         """Write the region in ``mapping`` as the rank's data file and the manifest beside it; both durable on return.
@@ -50,6 +54,10 @@ class ShardWriter:
             StorageError: the storage refused or failed.
             ShardCancelled: ``progress.cancelled`` was set; partial files may be left for the caller to remove.
         """
+        with self._cost.measured():
+            return self._write(action, layout, mapping, progress)
+
+    def _write(self, action: WriteShard, layout: ShardLayout, mapping: mmap.mmap, progress: Progress) -> int:
         submit = action.submit
         before = durable_shard(action.directory, submit.rank, submit.save)
         if before is not None:
@@ -112,7 +120,10 @@ class ShardWriter:
     def _write_window(self, file: DataFile, view: memoryview, start: int, stop: int, progress: Progress) -> None:
         # A direct write needs whole blocks: what lies behind the end of the file in the last one is cut off again.
         # A slice is released before the mapping may be closed.
-        with view[start : round_to_pages(stop) if file.is_direct else stop] as window:
+        with (
+            self._cost.measured(stop - start),
+            view[start : round_to_pages(stop) if file.is_direct else stop] as window,
+        ):
             file.write_at(window, start)
         progress.advance(stop - start, self._clock())
 

@@ -11,6 +11,7 @@ from ckpt_proto.region import free_bytes
 from ckpt_proto.status import (
     CheckpointStatus,
     FailureStatus,
+    MannersStatus,
     RankStatus,
     ShardStatus,
     SidecarStatus,
@@ -47,6 +48,7 @@ def build_status(
     runner: ActionRunner,
     now_s: float,
     links: tuple[str, ...] = (),
+    manners: MannersStatus | None = None,
 ) -> SidecarStatus:
     """The answer to AskStatus. Called on the daemon's main thread; touches no storage."""
     counters = checkpoints.counters
@@ -83,6 +85,7 @@ def build_status(
         torch_ready=runner.torch_ready,
         torch_version=identity.torch_version,
         links=links,
+        manners=manners or MannersStatus(),
     )
 
 

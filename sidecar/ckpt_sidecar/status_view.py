@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckpt_proto.identity import step_text
 from ckpt_proto.lifecycles import CheckpointState, ShardState
-from ckpt_proto.status import CheckpointStatus, ShardStatus, SidecarStatus
+from ckpt_proto.status import CheckpointStatus, MannersStatus, ShardStatus, SidecarStatus
 from ckpt_sidecar.health import degradations
 
 _UNDER_WAY = (ShardState.QUEUED.value, ShardState.WRITING.value)
@@ -60,6 +60,8 @@ def describe(status: SidecarStatus) -> str:
         f"  shared memory   {memory}",
         f"  written         {readable_bytes(status.written_bytes)}",
         *(f"  other nodes     {link}" for link in status.links),
+        f"  CPU             {_cpu(status.manners)}",
+        *_slowed(status.manners),
         f"  torch           {status.torch_version}{'' if status.torch_ready else ' (being imported)'}",
     ]
     for rank in status.ranks:
@@ -72,6 +74,33 @@ def describe(status: SidecarStatus) -> str:
         lines += [f"          {report}" for report in failure.failures]
     lines += [f"  DEGRADED: {reason}" for reason in degradations(status)]
     return "\n".join(lines)
+
+
+def _cpu(manners: MannersStatus) -> str:
+    per_gb = "" if manners.cpu_s_per_gb is None else f", {manners.cpu_s_per_gb:.2f} s for each GB written"
+    cores = f", on cores {_core_list(manners.cores)}" if manners.cores else ""
+    return f"{manners.cpu_s:.1f} s{per_gb}{cores}"
+
+
+def _core_list(cores: tuple[int, ...]) -> str:
+    """``0-3,8``."""
+    runs: list[list[int]] = []
+    for core in cores:
+        if runs and core == runs[-1][1] + 1:
+            runs[-1][1] = core
+        else:
+            runs.append([core, core])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _slowed(manners: MannersStatus) -> list[str]:
+    slowdown = (
+        "" if manners.slowdown is None else f"training's steps take {manners.slowdown:.2f} times as long beside a write"
+    )
+    cap = manners.write_cap_bytes_per_s
+    capped = "" if cap is None else f"writing at most {readable_bytes(cap)}/s"
+    text = ", ".join(part for part in (capped, slowdown) if part)
+    return [f"  bandwidth       {text}"] if text else []
 
 
 def _shard_line(shard: ShardStatus) -> str:

@@ -76,6 +76,7 @@ STATUS = status.SidecarStatus(
     failures=(status.FailureStatus(100, "9f3ac1d2-1", 60.0, (FAILURE,)),),
     torch_ready=True,
     torch_version="2.13.0+cpu",
+    manners=status.MannersStatus(3.5, 0.25, 1048576.0, 1.25, (2, 3)),
 )
 
 HELLO = m.Hello(
@@ -99,7 +100,7 @@ HELLO = m.Hello(
 
 EXAMPLES: tuple[m.Message, ...] = (
     HELLO,
-    m.Heartbeat(),
+    m.Heartbeat(0.25),
     m.Goodbye(),
     m.ProposePlan(SAVE, (TENSOR, SCALAR, BYTES, OPAQUE), (b"\x00\x01\x02\x03\x04\x05\x06\x07",), ("model.weight",)),
     m.GlobalPlan(SAVE, ((TENSOR, BYTES), (SCALAR,))),

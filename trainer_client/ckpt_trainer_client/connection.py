@@ -60,6 +60,7 @@ from ckpt_trainer_client.saves_in_flight import SavesInFlight
 from ckpt_trainer_client.saves_of_client import SavesOfClient
 from ckpt_trainer_client.sidecar_link import SidecarLink
 from ckpt_trainer_client.sidecar_watch import SIDECAR_LOST, SidecarWatch
+from ckpt_trainer_client.step_clock import StepClock
 from ckpt_trainer_client.unanswered import Unanswered
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,10 @@ class Connection:
         self._config = config
         self._hooks = CommitHooks(pre, post)
         self._callbacks = CallbackThread()
-        self._link = SidecarLink(config.runtime_dir, self._on_message, self._on_beat, self._on_link_failure)
+        self.steps = StepClock()
+        self._link = SidecarLink(
+            config.runtime_dir, self._on_message, self._on_beat, self._on_link_failure, self.steps.take
+        )
         self._watch = SidecarWatch(config, self._callbacks.submit, self._on_lost, self._on_served)
         self._decisions = CommitDecisions(self._hooks, self.send)
         self.questions = Questions(self.send)

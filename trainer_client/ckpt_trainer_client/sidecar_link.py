@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 class SidecarLink:
     """Started by :meth:`start`, ended by :meth:`close`; ``send`` may be called from any thread in between.
 
+    ``step_s`` says what goes into a heartbeat.
     ``on_beat`` is called once a second on the link's thread, after the heartbeat was sent; ``on_failure`` once, last,
     if the thread ends by an error of ours.
     """
@@ -40,11 +41,13 @@ class SidecarLink:
         on_message: Callable[[Message], None],
         on_beat: Callable[[], None],
         on_failure: Callable[[Exception], None],
+        step_s: Callable[[], float] = float,
     ) -> None:
         self._directory = directory
         self._on_message = on_message
         self._on_beat = on_beat
         self._on_failure = on_failure
+        self._step_s = step_s
         self._outgoing: deque[bytes] = deque()
         # Guards the wake-up descriptor only: once it is closed its number may be somebody else's.
         self._sending = threading.Lock()
@@ -122,7 +125,7 @@ class SidecarLink:
 
     def _ask(self) -> None:
         if not self._outgoing:  # else what waits there is answered too, and a sidecar that is away may be so for days
-            self._outgoing.append(encode(Heartbeat()))
+            self._outgoing.append(encode(Heartbeat(self._step_s())))
         if self._asked_s is None:
             self._asked_s = time.monotonic()
 

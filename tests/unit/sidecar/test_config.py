@@ -31,6 +31,8 @@ def test_defaults() -> None:
         "storage_retry_s": 30.0,
         "write_stall_s": 600.0,
         "nice": 10,
+        "cpu_affinity": "away",
+        "polite_within_s": 30.0,
         "idle_exit_s": None,
         "supervisor_pid": None,
         "sweep_orphans": True,
@@ -60,6 +62,10 @@ BAD = [
     ({"node_timeout_s": 1.0}, "--node-timeout-s 1.0 is less than 3 s"),
     ({"nice": -1}, "--nice -1 is outside 0 .. 19"),
     ({"nice": 20}, "--nice 20"),
+    ({"polite_within_s": -1.0}, "--polite-within-s -1.0"),
+    ({"polite_within_s": float("nan")}, "--polite-within-s nan"),
+    ({"cpu_affinity": "far"}, "--cpu-affinity: 'far' is no list of cores, such as 0-3,8 (or 'away', 'inherit')"),
+    ({"cpu_affinity": "99999"}, "names core 99999, this machine has 0 to"),
     ({"idle_exit_s": -1.0}, "--idle-exit-s -1.0"),
     ({"idle_exit_s": float("nan")}, "--idle-exit-s nan"),
     ({"shm_root": Path("/no/such/place")}, "--shm-root /no/such/place is no directory"),
@@ -99,7 +105,7 @@ def test_the_runtime_directory_is_the_jobs_own(tmp_path: Path) -> None:
 def test_every_flag(tmp_path: Path) -> None:
     words = f"--job-id j --shm-root {tmp_path} --writers 3 --max-write-bytes-per-s 1e9 --nice 0 --idle-exit-s 60 "
     words += "--storage-retry-s 5 --write-stall-s 50 --reap-older-than-s 7 --node-timeout-s 8 --peer-key-file /k "
-    words += "--peer-insecure"
+    words += "--peer-insecure --cpu-affinity 0 --polite-within-s 9"
     assert parse(*words.split()) == SidecarConfig(
         job_id="j",
         shm_root=tmp_path,
@@ -113,6 +119,8 @@ def test_every_flag(tmp_path: Path) -> None:
         peer_key_file=Path("/k"),
         peer_insecure=True,
         node_timeout_s=8.0,
+        cpu_affinity="0",
+        polite_within_s=9.0,
     )
 
 
@@ -128,6 +136,8 @@ def test_the_environment_fills_in_what_no_flag_says(tmp_path: Path, monkeypatch:
         "WRITERS": "5",
         "MAX_WRITE_BYTES_PER_S": "12.5",
         "NICE": "19",
+        "CPU_AFFINITY": "inherit",
+        "POLITE_WITHIN_S": "0",
         "IDLE_EXIT_S": "7",
         "STORAGE_RETRY_S": "3",
         "PEER_KEY_FILE": "/k",
@@ -144,6 +154,8 @@ def test_the_environment_fills_in_what_no_flag_says(tmp_path: Path, monkeypatch:
         idle_exit_s=7.0,
         peer_key_file=Path("/k"),
         peer_insecure=True,
+        cpu_affinity="inherit",
+        polite_within_s=0.0,
     )
     assert parse() == expected
     assert parse("--job-id", "flag", "--writers", "1") == dataclasses.replace(expected, job_id="flag", writers=1)

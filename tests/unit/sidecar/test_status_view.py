@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from ckpt_proto.errors import FailureReport
-from ckpt_proto.status import CheckpointStatus, FailureStatus, RankStatus, ShardStatus, SidecarStatus, SlotStatus
+from ckpt_proto.status import (
+    CheckpointStatus,
+    FailureStatus,
+    MannersStatus,
+    RankStatus,
+    ShardStatus,
+    SidecarStatus,
+    SlotStatus,
+)
 from ckpt_sidecar.status_view import describe, describe_pending, readable_bytes
 
 QUIET = SidecarStatus(
@@ -105,6 +113,7 @@ def test_a_sidecar_that_nobody_has_used() -> None:
         "  saves           0 committed, 0 failed, 0 skipped",
         "  shared memory   0 B in regions, 3.0 GiB free",
         "  written         0 B",
+        "  CPU             0.0 s",
         "  torch           2.13.0 (being imported)",
     ]
 
@@ -137,6 +146,15 @@ def test_a_sidecar_at_work() -> None:
     assert "  save    step 300: open, staged 4/4, persisted 3/4 ranks, 9.0 s" in lines
     assert not any("rank 1" in line for line in lines)
     assert not any("DEGRADED" in line for line in lines)
+
+
+def test_what_it_takes_from_training() -> None:
+    manners = MannersStatus(12.25, 0.314, 64.0 * (1 << 20), 1.2, (0, 2, 3, 4, 9))
+    lines = describe(replace(QUIET, manners=manners)).splitlines()
+    assert "  CPU             12.2 s, 0.31 s for each GB written, on cores 0,2-4,9" in lines
+    assert (
+        "  bandwidth       writing at most 64.0 MiB/s, training's steps take 1.20 times as long beside a write" in lines
+    )
 
 
 def test_a_sidecar_in_trouble_says_so_last() -> None:

@@ -60,3 +60,21 @@ def test_a_window_is_about_a_seconds_worth_in_whole_blocks() -> None:
     assert Throttle(1e12).window_bytes(largest) == largest
     assert Throttle(1_000_000.0).window_bytes(largest) == 1_000_000 // 4096 * 4096
     assert Throttle(1.0).window_bytes(largest) == 64 << 10
+
+
+def test_slowed_it_obeys_the_lower_cap_and_then_the_given_one_again() -> None:
+    throttle = Throttle(100.0, FakeClock())
+    throttle.slow_to(50.0)
+    assert (throttle.bytes_per_s, throttle.delay_s(100), throttle.delay_s(100)) == (50.0, 0.0, 2.0)
+    throttle.slow_to(1000.0)
+    assert throttle.bytes_per_s == 100.0
+    throttle.slow_to(None)
+    assert throttle.bytes_per_s == 100.0
+
+
+def test_without_a_given_cap_it_is_slowed_all_the_same_and_let_go() -> None:
+    throttle = Throttle(None, FakeClock())
+    throttle.slow_to(50.0)
+    assert [throttle.delay_s(100), throttle.delay_s(100)] == [0.0, 2.0]
+    throttle.slow_to(None)
+    assert (throttle.bytes_per_s, throttle.delay_s(100)) == (None, 0.0)
