@@ -10,24 +10,33 @@ declared type.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import types
 import typing
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 
 from ckpt_proto.errors import CheckpointError, LocalProtocolError, RemoteProtocolError
+from ckpt_proto.gc_pause import gc_paused
 from ckpt_proto.messages import Message
 from ckpt_proto.version import PROTOCOL_VERSION
 
 MAX_MESSAGE_BYTES = 512 << 20
 """Largest frame that is sent or accepted: the plans of 1,024 ranks x 2,000 items are about 300 MiB."""
 
+LARGE_BYTES = 64 << 10
+"""Frames with thousands of objects in them: the plan of a rank, or of all."""
+
 _MAX_RULE_CHARS = 400
 
+_SCALARS = (bool, int, float, str, bytes)
+_NONE = type(None)
+
 Decoder = Callable[[Any, str], Any]
+Record = TypeVar("Record")
 
 
 def encode(message: Message, *, version: int = PROTOCOL_VERSION) -> bytes:
@@ -37,9 +46,10 @@ def encode(message: Message, *, version: int = PROTOCOL_VERSION) -> bytes:
         LocalProtocolError: the frame would be larger than :data:`MAX_MESSAGE_BYTES`, or a value has no form in msgpack:
             a number of more than 64 bits, text that is no Unicode.
     """
-    fields = {field.name: _plain(getattr(message, field.name)) for field in dataclasses.fields(message)}
+    kind: type = type(message)
+    fields = {name: getattr(message, name) for name in _field_names(kind)}
     try:
-        frame: bytes = msgpack.packb([version, type(message).__name__, fields], use_bin_type=True)
+        frame: bytes = msgpack.packb([version, type(message).__name__, fields], use_bin_type=True, default=_as_array)
     except (OverflowError, ValueError, TypeError) as error:
         raise LocalProtocolError(f"{type(message).__name__} cannot be sent: {error}") from error
     if len(frame) > MAX_MESSAGE_BYTES:
@@ -58,6 +68,13 @@ def decode(frame: bytes | memoryview) -> Message:
     """
     if len(frame) > MAX_MESSAGE_BYTES:
         raise RemoteProtocolError(f"a frame of {len(frame)} bytes; at most {MAX_MESSAGE_BYTES} are accepted")
+    if len(frame) > LARGE_BYTES:
+        with gc_paused():
+            return _decode(frame)
+    return _decode(frame)
+
+
+def _decode(frame: bytes | memoryview) -> Message:
     version, name, fields = _envelope(frame)
     if type(version) is not int or version != PROTOCOL_VERSION:
         raise RemoteProtocolError(
@@ -71,6 +88,29 @@ def decode(frame: bytes | memoryview) -> Message:
         raise RemoteProtocolError(f"{name}: fields are {type(fields).__name__}, expected a map")
     message: Message = _build(cls, fields, name)
     return message
+
+
+def pack_records(records: tuple[Any, ...]) -> bytes:
+    """Records as bytes for a field of bytes: what is in it is looked at by who needs it."""
+    packed: bytes = msgpack.packb(records, use_bin_type=True, default=_as_array)
+    return packed
+
+
+def unpack_records(kind: type[Record], packed: bytes) -> tuple[Record, ...]:
+    """The records of one class in a field of bytes, validated like those of a message.
+
+    Raises:
+        RemoteProtocolError: they are none.
+    """
+    try:
+        with gc_paused():
+            values = msgpack.unpackb(packed, raw=False, strict_map_key=True)
+            records: tuple[Record, ...] = _tuple_decoder(kind)(values, kind.__name__)
+    except RemoteProtocolError:
+        raise
+    except Exception as error:  # as in an envelope
+        raise RemoteProtocolError(f"{len(packed)} bytes are no packed {kind.__name__}s: {error}") from error
+    return records
 
 
 def _shown(value: Any) -> str:
@@ -95,12 +135,20 @@ def _envelope(frame: bytes | memoryview) -> tuple[Any, Any, Any]:
     return envelope[0], envelope[1], envelope[2]
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    if dataclasses.is_dataclass(value):
-        return [_plain(getattr(value, field.name)) for field in dataclasses.fields(value)]
-    return value
+def _as_array(value: Any) -> tuple[Any, ...]:
+    """A record, for msgpack, which packs everything else that a message may hold by itself."""
+    kind: type = type(value)
+    if not dataclasses.is_dataclass(kind):
+        raise TypeError(f"a {kind.__name__} has no form in a message")
+    return _values_of(kind)(value)
+
+
+@cache
+def _values_of(cls: type) -> Callable[[Any], tuple[Any, ...]]:
+    names = _field_names(cls)
+    if len(names) < 2:  # attrgetter gives one value without a tuple
+        return lambda record: tuple(getattr(record, name) for name in names)
+    return operator.attrgetter(*names)
 
 
 @cache
@@ -136,10 +184,10 @@ def _decoder(hint: Any) -> Decoder:
         item, ellipsis = typing.get_args(hint)
         if ellipsis is not Ellipsis:
             raise LocalProtocolError(f"the codec has no form for {hint}")
-        return _tuple_decoder(_decoder(item))
+        return _tuple_decoder(item)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return _record_decoder(hint)
-    if hint in (bool, int, float, str, bytes):
+    if hint in _SCALARS:
         return _scalar_decoder(hint)
     raise LocalProtocolError(f"the codec has no form for {hint}")
 
@@ -169,19 +217,60 @@ def _union_decoder(members: tuple[Any, ...]) -> Decoder:
     return decode_union
 
 
-def _tuple_decoder(item: Decoder) -> Decoder:
+def _tuple_decoder(hint: Any) -> Decoder:
+    item, plain = _decoder(hint), frozenset(_members(hint))
+
     def decode_tuple(value: Any, where: str) -> Any:
         if type(value) is not list:
             raise RemoteProtocolError(f"{where}: {type(value).__name__}, expected an array")
+        if plain >= set(map(type, value)):
+            return tuple(value)  # scalars of the right types, looked at by C
         return tuple([item(element, where) for element in value])
 
     return decode_tuple
 
 
 def _record_decoder(cls: type) -> Decoder:
+    """Most records that arrive have all their fields, of the right types: those are recognised by the types of their
+    values at once and made without looking at each field. All others, and errors, take the long way."""
+    hints = typing.get_type_hints(cls)
+    fields = tuple(hints[name] for name in _field_names(cls))
+    known: dict[tuple[type, ...], tuple[tuple[int, Decoder], ...]] = {}
+
     def decode_record(value: Any, where: str) -> Any:
         if type(value) is not list:
             raise RemoteProtocolError(f"{where}: {type(value).__name__}, expected an array of {cls.__name__}")
+        if len(value) == len(fields):
+            signature = tuple(map(type, value))
+            nested = known.get(signature)
+            if nested is None and (nested := _nested(fields, signature)) is not None:
+                known[signature] = nested  # only right ones are kept, of which there are few
+            if nested is not None:
+                try:
+                    values = list(value)
+                    for index, decoder in nested:
+                        values[index] = decoder(value[index], where)
+                    return cls(*values)
+                except (CheckpointError, ValueError):
+                    pass  # the long way says which field it is
         return _build(cls, dict(zip(_field_names(cls), value, strict=False)), where)
 
     return decode_record
+
+
+def _nested(hints: tuple[Any, ...], signature: tuple[type, ...]) -> tuple[tuple[int, Decoder], ...] | None:
+    """Which of the values have something in them to decode; None if one of them is of no right type."""
+    found = []
+    for index, (hint, kind) in enumerate(zip(hints, signature, strict=True)):
+        members = _members(hint)
+        if kind in members:
+            continue
+        arrays = [member for member in members if kind is list and member not in _SCALARS and member is not _NONE]
+        if len(arrays) != 1:
+            return None
+        found.append((index, _decoder(arrays[0])))
+    return tuple(found)
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)

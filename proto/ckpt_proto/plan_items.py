@@ -22,7 +22,11 @@ class ItemKind(Enum):
     BYTES = "bytes"
 
 
-@dataclass(frozen=True)
+_KINDS = frozenset(kind.value for kind in ItemKind)
+_BYTES = ItemKind.BYTES.value
+
+
+@dataclass(frozen=True, slots=True)
 class PlanItem:
     """One entry of a rank's plan.
 
@@ -54,24 +58,28 @@ class PlanItem:
     opaque: bool = False
 
     def __post_init__(self) -> None:
-        ItemKind(self.kind)
+        # Once for each of a million items of a large job.
+        if self.kind not in _KINDS:
+            raise LocalProtocolError(f"{self.fqn}: {self.kind!r} is no kind of item")
         if not len(self.offsets) == len(self.sizes) == len(self.global_sizes) <= MAX_DIMENSIONS:
             raise LocalProtocolError(f"{self.fqn}: offsets, sizes and global sizes differ in length")
-        bounds = zip(self.offsets, self.sizes, self.global_sizes, strict=True)
-        if any(offset < 0 or size < 0 or offset + size > whole for offset, size, whole in bounds):
-            raise LocalProtocolError(f"{self.fqn}: shard {self.offsets}+{self.sizes} is outside {self.global_sizes}")
-        if (self.kind == ItemKind.BYTES.value) != (not self.dtype):
+        for offset, size, whole in zip(self.offsets, self.sizes, self.global_sizes):  # noqa: B905 - just compared
+            if offset < 0 or size < 0 or offset + size > whole:
+                raise LocalProtocolError(
+                    f"{self.fqn}: shard {self.offsets}+{self.sizes} is outside {self.global_sizes}"
+                )
+        if (self.kind == _BYTES) != (not self.dtype):
             raise LocalProtocolError(f"{self.fqn}: a tensor needs a dtype, bytes have none")
 
     @property
     def is_framed(self) -> bool:
         """Whether the entry is a dense tensor with a payload at a fixed place in the region."""
-        return self.kind != ItemKind.BYTES.value and not self.opaque
+        return self.kind != _BYTES and not self.opaque
 
     @property
     def key(self) -> tuple[str, tuple[int, ...] | None]:
         """What DCP's ``MetadataIndex`` compares: the fqn and, for tensors, the offsets."""
-        return (self.fqn, None if self.kind == ItemKind.BYTES.value else self.offsets)
+        return (self.fqn, None if self.kind == _BYTES else self.offsets)
 
 
 Plan = tuple[PlanItem, ...]

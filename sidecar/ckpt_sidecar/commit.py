@@ -1,59 +1,39 @@
 """The commit: shard manifests -> completeness check -> DCP ``Metadata`` -> ``.metadata`` published, last.
 
-The only importer of DCP's private name ``_StorageInfo``. The metadata is built from the manifests alone, so that any
-process can finish a complete attempt on any later day.
+The metadata is built from the manifests alone, so that any process can finish a complete attempt on any later day.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import os
-import pickle
-from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from ckpt_proto.attempt_files import durable_ranks
 from ckpt_proto.checkpoint_layout import METADATA_NAME, attempt_of, checkpoint_id, manifest_name
 from ckpt_proto.codec import MAX_MESSAGE_BYTES, decode
 from ckpt_proto.errors import AlreadyCommitted, IncompleteCheckpoint, RemoteProtocolError, StorageError
 from ckpt_proto.identity import SaveKey, save_key_of
-from ckpt_proto.plan_items import ItemKind, PlanItem
 from ckpt_proto.regular_file import read_regular_file
-from ckpt_proto.shard_manifest import ShardManifest
+from ckpt_proto.shard_manifest import StoredManifest
 from ckpt_sidecar.actions import Publish
 from ckpt_sidecar.durable_fs import NotDurable, publish, remove_files, sync_dir
-from ckpt_sidecar.frames import FrameError, dtype_of
 from ckpt_sidecar.metadata_file import read_metadata_file
+from ckpt_sidecar.metadata_template import MetadataTemplates
 
 logger = logging.getLogger(__name__)
 
-DCP_VERSION = "1.0.0"
-"""Value of ``Metadata.version`` that DCP's own writer sets (the field exists since torch 2.9)."""
 
-_MEMORY_FORMATS = {name: getattr(torch, name) for name in ("contiguous_format", "channels_last", "preserve_format")}
-
-
-def publish_checkpoint(order: Publish, *, remove_superseded: bool = True) -> None:
+def publish_checkpoint(
+    order: Publish, *, remove_superseded: bool = True, templates: MetadataTemplates | None = None
+) -> None:
     """Carry out a commit order. Publishing what is published already succeeds and changes nothing.
 
     ``remove_superseded``: with ``overwrite``, remove the files of every attempt before this one. Whoever finishes what
-    another job left must not: it does not know whose those are.
+    another job left must not: it does not know whose those are. ``templates`` keeps what later saves of a plan have in
+    common.
 
     Raises:
         IncompleteCheckpoint: a manifest or data file is missing, has a wrong size, belongs to another plan, or the
@@ -69,11 +49,11 @@ def publish_checkpoint(order: Publish, *, remove_superseded: bool = True) -> Non
     _check_free(target, order)
     manifests = read_manifests(directory, order.save.save_id, order.world_size)
     check_complete(directory, manifests, order)
-    metadata = build_metadata(manifests, str(directory))
+    content = (templates or MetadataTemplates()).pickled(manifests, str(directory))
     try:
         publish(
             target,
-            pickle.dumps(metadata, protocol=4),
+            content,
             overwrite=order.overwrite,
             last_look=partial(_look_once_more, directory, order),
         )
@@ -103,14 +83,14 @@ def _try_to_sync(directory: Path) -> None:
         logger.error("%s has its %s, but cannot be made durable: %s", directory, METADATA_NAME, error)
 
 
-def read_manifests(directory: Path, save_id: str, world_size: int) -> list[ShardManifest]:
+def read_manifests(directory: Path, save_id: str, world_size: int) -> list[StoredManifest]:
     """The manifests of an attempt, in the order of ranks.
 
     Raises:
         IncompleteCheckpoint: one is missing or is not a manifest; the error names ranks.
         StorageError: one cannot be read.
     """
-    manifests: list[ShardManifest] = []
+    manifests: list[StoredManifest] = []
     missing: list[int] = []
     for rank in range(world_size):
         path = directory / manifest_name(rank, save_id)
@@ -123,7 +103,7 @@ def read_manifests(directory: Path, save_id: str, world_size: int) -> list[Shard
             manifest = decode(frame)
         except RemoteProtocolError as error:
             raise IncompleteCheckpoint(f"{path} is no shard manifest: {error}") from error
-        if not isinstance(manifest, ShardManifest):
+        if not isinstance(manifest, StoredManifest):
             raise IncompleteCheckpoint(f"{path} is a {type(manifest).__name__}, no shard manifest")
         manifests.append(manifest)
     if missing:
@@ -179,8 +159,8 @@ def _check_still_there(directory: Path, order: Publish) -> None:
         raise IncompleteCheckpoint(f"{text}{order.save.save_id} was published")
 
 
-def check_complete(directory: Path, manifests: Sequence[ShardManifest], order: Publish) -> None:
-    """Every planned item is present exactly once and every file has its recorded size.
+def check_complete(directory: Path, manifests: Sequence[StoredManifest], order: Publish) -> None:
+    """Every rank has the manifest of this attempt, as many entries as planned, and a file of its recorded size.
 
     Raises:
         IncompleteCheckpoint: it is not so; the error names rank, file and numbers.
@@ -189,97 +169,21 @@ def check_complete(directory: Path, manifests: Sequence[ShardManifest], order: P
         said = (manifest.rank, manifest.save, manifest.world_size, manifest.plan_id)
         if said != (rank, order.save, order.world_size, order.plan_id):
             raise IncompleteCheckpoint(f"manifest of rank {rank} in {directory} belongs to another save: {said}")
-        if order.entry_counts and len(manifest.entries) != order.entry_counts[rank]:
+        if order.entry_counts and manifest.entry_count != order.entry_counts[rank]:
             raise IncompleteCheckpoint(
-                f"rank {rank} wrote {len(manifest.entries)} entries, {order.entry_counts[rank]} were planned"
+                f"rank {rank} wrote {manifest.entry_count} entries, {order.entry_counts[rank]} were planned"
             )
         path = directory / manifest.file_name
-        size = os.stat(path).st_size if path.exists() else None
+        size = _size_of(path)
         if size != manifest.file_bytes:
             raise IncompleteCheckpoint(f"{path} has {size} bytes, its manifest says {manifest.file_bytes}")
-    _check_items(entry.item for manifest in manifests for entry in manifest.entries)
 
 
-def _check_items(items: Iterable[PlanItem]) -> None:
-    seen: set[tuple[str, tuple[int, ...] | None]] = set()
-    stored: dict[str, int] = {}
-    whole: dict[str, int] = {}
-    for item in items:
-        if item.key in seen:
-            raise IncompleteCheckpoint(f"{item.fqn} at {item.offsets} is stored twice")
-        seen.add(item.key)
-        if item.kind != ItemKind.BYTES.value:
-            stored[item.fqn] = stored.get(item.fqn, 0) + math.prod(item.sizes)
-            whole[item.fqn] = math.prod(item.global_sizes)
-    for fqn, elements in stored.items():
-        if elements != whole[fqn]:
-            raise IncompleteCheckpoint(f"{fqn} has {elements} of {whole[fqn]} elements stored")
-
-
-def build_metadata(manifests: Sequence[ShardManifest], where: str) -> Metadata:
-    """The table of contents that DCP's own planner and writer would have made for these manifests."""
-    state: dict[str, Any] = {}
-    planner_data: dict[str, tuple[str | int, ...]] = {}
-    storage: dict[MetadataIndex, _StorageInfo] = {}
-    for manifest in manifests:
-        for entry in manifest.entries:
-            item = entry.item
-            _add_state(state, item)
-            if item.path is not None:
-                planner_data[item.fqn] = item.path
-            storage[_index(item)] = _StorageInfo(manifest.file_name, entry.offset_bytes, entry.length_bytes)
-    metadata = Metadata(
-        state_dict_metadata=state,
-        planner_data=planner_data or None,
-        storage_data=storage,
-        # A str: a pickled pathlib.Path is not readable across Python 3.12 / 3.13.
-        storage_meta=StorageMeta(checkpoint_id=where, save_id=manifests[0].save.save_id),
-    )
-    if any(field.name == "version" for field in fields(Metadata)):
-        metadata.version = DCP_VERSION
-    return metadata
-
-
-def _index(item: PlanItem) -> MetadataIndex:
-    if item.kind == ItemKind.BYTES.value:
-        return MetadataIndex(item.fqn)
-    hint = item.index_hint if item.index_hint >= 0 else None
-    return MetadataIndex(item.fqn, torch.Size(item.offsets), hint)
-
-
-def _add_state(state: dict[str, Any], item: PlanItem) -> None:
-    if item.kind == ItemKind.BYTES.value:
-        state[item.fqn] = BytesStorageMetadata()
-        return
-    if item.fqn not in state:
-        state[item.fqn] = TensorStorageMetadata(_properties(item), torch.Size(item.global_sizes), [])
-    state[item.fqn].chunks.append(ChunkStorageMetadata(torch.Size(item.offsets), torch.Size(item.sizes)))
-
-
-def _properties(item: PlanItem) -> TensorProperties:
-    """What a manifest says of a tensor. The names in it are looked up in torch, which has much besides layouts.
-
-    Raises:
-        IncompleteCheckpoint: one of them is no dtype, layout or memory format.
-    """
-    layout = getattr(torch, item.layout, None)
-    memory_format = _MEMORY_FORMATS.get(item.memory_format)
-    if not isinstance(layout, torch.layout) or memory_format is None:
-        raise IncompleteCheckpoint(
-            f"{item.fqn}: torch {torch.__version__} in the sidecar has no layout {item.layout[:80]!r} or no memory "
-            f"format {item.memory_format[:80]!r}"
-        )
+def _size_of(path: Path) -> int | None:
     try:
-        dtype = dtype_of(item.dtype)
-    except FrameError as error:
-        raise IncompleteCheckpoint(f"{item.fqn}: {error}") from error
-    return TensorProperties(
-        dtype=dtype,
-        layout=layout,
-        requires_grad=item.requires_grad,
-        memory_format=memory_format,
-        pin_memory=item.pin_memory,
-    )
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return None
 
 
 def _try_to_remove_superseded(directory: Path, save: SaveKey) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 from isal import isal_zlib
 
-from ckpt_proto.shard_manifest import ManifestEntry
 from ckpt_sidecar.dcp_layout import ShardLayout
 
 
@@ -29,7 +28,6 @@ class CrcSweep:
         self._index = 0
         self._position = 0
         self._layout = layout
-        self._byte_lengths = byte_lengths
 
     def advance(self, limit: int) -> None:
         """Sweep everything that lies before offset ``limit`` (bytes)."""
@@ -50,25 +48,17 @@ class CrcSweep:
             for offset in offsets:
                 struct.pack_into("<I", self._mapping, tail_at + offset, self._crcs[index])
 
-    def entries(self) -> tuple[ManifestEntry, ...]:
-        """The manifest's entries in plan order; complete once the sweep has reached the end of the file."""
+    def crcs(self) -> list[int]:
+        """The CRC of each entry in plan order; complete once the sweep has reached the end of the file."""
         assert self._index == len(self._spans), "the sweep has not reached the end"
-        framed = iter(
-            [
-                ManifestEntry(entry.item, entry.offset_bytes, entry.frame.entry_bytes, crc)
-                for entry, crc in zip(self._layout.framed, self._crcs, strict=False)
-            ]
-        )
         count = len(self._layout.framed)
-        others = iter(
-            [
-                ManifestEntry(item, start, stop - start, crc)
-                for item, (start, stop), crc in zip(
-                    self._layout.byte_items, self._spans[count:], self._crcs[count:], strict=True
-                )
-            ]
-        )
-        return tuple(next(framed) if item.is_framed else next(others) for item in self._layout.items)
+        framed, others = iter(self._crcs[:count]), iter(self._crcs[count:])
+        return [next(framed) if item.is_framed else next(others) for item in self._layout.items]
+
+    def byte_places(self) -> tuple[int, ...]:
+        """Offset and length of each byte entry, in plan order."""
+        spans = self._spans[len(self._layout.framed) :]
+        return tuple(number for start, stop in spans for number in (start, stop - start))
 
     def close(self) -> None:
         """Let go of the mapping."""

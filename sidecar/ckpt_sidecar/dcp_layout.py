@@ -10,8 +10,11 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+from ckpt_proto.codec import pack_records
 from ckpt_proto.plan_items import Plan, PlanItem
+from ckpt_proto.shard_manifest import LayoutEntry
 from ckpt_sidecar.frames import Frame, frame_of
 
 ENTRY_ALIGNMENT_BYTES = 64
@@ -52,6 +55,12 @@ class ShardLayout:
     def region_bytes(self, byte_capacity: int) -> int:
         """Bytes of a region with room for ``byte_capacity`` bytes of byte entries."""
         return self.byte_offset + byte_capacity
+
+    @cached_property
+    def packed(self) -> bytes:
+        """The part of a manifest that is the same in every save."""
+        places = {entry.item.key: (entry.offset_bytes, entry.frame.entry_bytes) for entry in self.framed}
+        return pack_records(tuple(LayoutEntry(item, *places.get(item.key, (0, 0))) for item in self.items))
 
     def file_bytes(self, byte_lengths: Sequence[int]) -> int:
         """Length of the data file of one save."""

@@ -11,13 +11,13 @@ from ckpt_proto.codec import MAX_MESSAGE_BYTES, decode
 from ckpt_proto.errors import RemoteProtocolError, StorageError
 from ckpt_proto.identity import SaveKey
 from ckpt_proto.regular_file import UnfitFile, read_regular_file
-from ckpt_proto.shard_manifest import ShardManifest
+from ckpt_proto.shard_manifest import StoredManifest
 from ckpt_sidecar.actions import ListShards
 from ckpt_sidecar.events import ListedShard
 from ckpt_sidecar.metadata_file import MetadataUnreadable, read_metadata_file
 
 
-def durable_shard(directory: str, rank: int, save: SaveKey) -> ShardManifest | None:
+def durable_shard(directory: str, rank: int, save: SaveKey) -> StoredManifest | None:
     """The manifest of a rank's part of an attempt whose data file is there with its recorded length; None if it is not,
     or if the manifest is none of that file.
 
@@ -34,7 +34,7 @@ def durable_shard(directory: str, rank: int, save: SaveKey) -> ShardManifest | N
         return None
     except (OSError, StorageError) as error:
         raise StorageError(f"cannot look for the shard of rank {rank} in {where}: {error}") from error
-    if not isinstance(manifest, ShardManifest):
+    if not isinstance(manifest, StoredManifest):
         return None
     said = (manifest.rank, manifest.save, manifest.file_name, manifest.file_bytes)
     return manifest if stat.S_ISREG(found.st_mode) and said == (rank, save, name, found.st_size) else None

@@ -12,7 +12,7 @@ from ckpt_proto.checkpoint_layout import checkpoint_id, data_file_name, manifest
 from ckpt_proto.codec import encode
 from ckpt_proto.errors import CheckpointError, RegionError, StorageError
 from ckpt_proto.region import round_to_pages
-from ckpt_proto.shard_manifest import ShardManifest
+from ckpt_proto.shard_manifest import StoredManifest, pack_crcs
 from ckpt_sidecar.actions import WriteShard
 from ckpt_sidecar.crc_sweep import CrcSweep
 from ckpt_sidecar.data_file import DataFile
@@ -71,11 +71,11 @@ class ShardWriter:
         sweep = CrcSweep(layout, submit.byte_lengths, mapping)
         try:
             self._write_data(directory / name, nbytes, sweep, mapping, progress)
-            entries = sweep.entries()
+            crcs, byte_places = pack_crcs(sweep.crcs()), sweep.byte_places()
         finally:
             sweep.close()
         sync_dir(directory)
-        manifest = ShardManifest(
+        manifest = StoredManifest(
             submit.save,
             submit.rank,
             action.world_size,
@@ -84,7 +84,9 @@ class ShardWriter:
             nbytes,
             action.torch_version,
             submit.overwrite,
-            entries,
+            layout.packed,
+            byte_places,
+            crcs,
         )
         write_file(directory / manifest_name(submit.rank, submit.save.save_id), encode(manifest))
         return nbytes

@@ -17,7 +17,7 @@ from ckpt_proto.codec import MAX_MESSAGE_BYTES, decode
 from ckpt_proto.errors import RemoteProtocolError, StorageError
 from ckpt_proto.identity import SaveKey, save_key_of
 from ckpt_proto.regular_file import read_regular_file
-from ckpt_proto.shard_manifest import ShardManifest
+from ckpt_proto.shard_manifest import StoredManifest
 from ckpt_sidecar.metadata_file import parse_metadata
 from ckpt_sidecar.recovery_plan import FoundAttempt, FoundCommit, FoundFile, FoundManifest, FoundStep, is_spared
 
@@ -136,7 +136,7 @@ def _read_manifest(path: Path, rank: int, save: SaveKey) -> FoundManifest:
         manifest = decode(frame)
     except RemoteProtocolError as error:
         raise StorageError(f"{path} is no shard manifest that can be read here: {error}") from error
-    if not isinstance(manifest, ShardManifest):
+    if not isinstance(manifest, StoredManifest):
         raise StorageError(f"{path} is a {type(manifest).__name__}, no shard manifest")
     said = (manifest.rank, manifest.save, manifest.file_name)
     if said != (rank, save, data_file_name(rank, save.save_id)):

@@ -10,12 +10,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckpt_proto.attempt_files import is_named_in_metadata
 from ckpt_proto.checkpoint_layout import checkpoint_id, data_file_name, manifest_name
 from ckpt_proto.errors import FailureReport, StorageError, report_of
 from ckpt_proto.region import region_path
-from ckpt_proto.shard_manifest import ShardManifest
+from ckpt_proto.shard_manifest import StoredManifest
 from ckpt_sidecar.actions import FindCommit, FindShard, ListShards, OpenDirectory, Publish, RemoveShardFiles, Withdraw
 from ckpt_sidecar.checkpoint_dir import committed_steps, open_directory
 from ckpt_sidecar.durable_fs import remove_files
@@ -38,6 +39,9 @@ from ckpt_sidecar.leftovers import read_seal
 from ckpt_sidecar.orphans import await_finishing_jobs
 from ckpt_sidecar.passing_errors import may_pass
 from ckpt_sidecar.recovery import recover_directory
+
+if TYPE_CHECKING:
+    from ckpt_sidecar.metadata_template import MetadataTemplates
 
 REAP_OLDER_THAN_S = 3600.0
 """Longer than any rank or node may be silent in the middle of writing."""
@@ -63,6 +67,7 @@ class StorageWork:
         self._post = post
         self._closing = closing
         self._reap_older_than_s = reap_older_than_s
+        self._templates: MetadataTemplates | None = None
 
     def run(self, order: StorageOrder) -> None:
         """Carry an order out."""
@@ -99,7 +104,7 @@ class StorageWork:
         hint = "did something remove the files below the shared-memory root?"
         self._post(ShardMissing(submit, FailureReport("ShardLost", text, hint)))
 
-    def _patiently(self, look: Callable[[], ShardManifest | None]) -> ShardManifest | None:
+    def _patiently(self, look: Callable[[], StoredManifest | None]) -> StoredManifest | None:
         """Look again while the storage fails by an error that may pass: not to see a shard would cost a whole save."""
         for _ in range(LOOKS - 1):
             try:
@@ -168,9 +173,11 @@ class StorageWork:
     def _publish(self, order: Publish) -> None:
         self._closing.wait(order.delay_s)
         try:
-            from ckpt_sidecar.torch_work import publish_checkpoint
+            from ckpt_sidecar.torch_work import MetadataTemplates, publish_checkpoint
 
-            publish_checkpoint(order)
+            if self._templates is None:
+                self._templates = MetadataTemplates()
+            publish_checkpoint(order, templates=self._templates)
         except Exception as error:  # noqa: BLE001 - every failure must become an event
             failure = logged(error, f"publishing step {order.save.step}")
             self._post(PublishFailed(order.save, failure, may_pass(error)))

@@ -17,9 +17,10 @@ from ckpt_proto.region_journal import RegionJournal, remove_journal, write_journ
 from ckpt_sidecar.actions import PrepareRegion, WriteShard
 from ckpt_sidecar.commit import publish_checkpoint
 from ckpt_sidecar.dcp_layout import ShardLayout, lay_out, write_frames
+from ckpt_sidecar.metadata_template import MetadataTemplates
 from ckpt_sidecar.shard_writer import ShardWriter
 
-__all__ = ["Region", "ShardWriter", "adopt_region", "prepare_region", "publish_checkpoint"]
+__all__ = ["MetadataTemplates", "Region", "ShardWriter", "adopt_region", "prepare_region", "publish_checkpoint"]
 
 
 SEAL_RECORD_BYTES = 512

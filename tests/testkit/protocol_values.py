@@ -22,7 +22,7 @@ from ckpt_proto.identity import MAX_RANKS, MAX_STEP, SaveKey
 from ckpt_proto.peer_messages import MAX_NUMBER, Parcel, PeerEnd, PeerPing, PeerRefused
 from ckpt_proto.plan_items import PlanItem
 from ckpt_proto.region_journal import RegionJournal
-from ckpt_proto.shard_manifest import ManifestEntry, ShardManifest
+from ckpt_proto.shard_manifest import ManifestEntry, ShardManifest, StoredManifest, pack_crcs
 
 REPEATABLE = settings(
     derandomize=True, database=None, deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
@@ -141,16 +141,18 @@ EXAMPLES: tuple[m.Message, ...] = (
         frame=b"\x93\x01\xa9Heartbeat\x80",
     ),
     PeerRefused("job-1", "node-a", FAILURE),
-    ShardManifest(
-        save=SAVE,
-        rank=1,
-        world_size=2,
-        plan_id="9f3ac1d2-p1",
-        file_name="__1_9f3ac1d2-3.distcp",
-        file_bytes=4369,
-        torch_version="2.13.0",
-        overwrite=True,
-        entries=(ManifestEntry(TENSOR, 0, 4352, 0xDEADBEEF), ManifestEntry(BYTES, 4352, 17, 0)),
+    StoredManifest.of(
+        ShardManifest(
+            save=SAVE,
+            rank=1,
+            world_size=2,
+            plan_id="9f3ac1d2-p1",
+            file_name="__1_9f3ac1d2-3.distcp",
+            file_bytes=4369,
+            torch_version="2.13.0",
+            overwrite=True,
+            entries=(ManifestEntry(TENSOR, 0, 4352, 0xDEADBEEF), ManifestEntry(BYTES, 4352, 17, 0)),
+        )
     ),
     RegionJournal(
         owner=HELLO,
@@ -199,13 +201,14 @@ _FIELDS: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     (Parcel, "frame"): st.binary(min_size=1, max_size=40),
     (PeerRefused, "job_id"): _JOB_IDS,
     (PeerRefused, "node"): _NODES,
-    (ManifestEntry, "offset_bytes"): st.integers(0, 2**40),
-    (ManifestEntry, "length_bytes"): st.integers(0, 2**40),
-    (ManifestEntry, "crc32"): st.integers(0, 2**32 - 1),
-    (ShardManifest, "rank"): st.just(0),
-    (ShardManifest, "world_size"): st.integers(1, MAX_RANKS),
-    (ShardManifest, "file_name"): st.just("__0_9f3ac1d2-3.distcp"),
-    (ShardManifest, "file_bytes"): st.just(2**41),
+    (StoredManifest, "rank"): st.just(0),
+    (StoredManifest, "world_size"): st.integers(1, MAX_RANKS),
+    (StoredManifest, "file_name"): st.just("__0_9f3ac1d2-3.distcp"),
+    (StoredManifest, "file_bytes"): st.just(2**41),
+    (StoredManifest, "byte_places"): st.lists(st.tuples(st.integers(0, 2**40), st.integers(0, 2**40))).map(
+        lambda pairs: tuple(number for pair in pairs for number in pair)
+    ),
+    (StoredManifest, "crcs"): st.lists(st.integers(0, 2**32 - 1)).map(pack_crcs),
 }
 
 

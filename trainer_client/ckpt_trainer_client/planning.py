@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from ckpt_proto.plan_items import ItemKind, Plan, PlanItem
 from ckpt_trainer_client.errors import PlanningError, UnsupportedLeaf
+from ckpt_trainer_client.global_plan import stock_global_plan
 from ckpt_trainer_client.recognition import Recognition
 from ckpt_trainer_client.structure import Structure, planner_key, structure_of
 from ckpt_trainer_client.wire_plan import from_wire, to_wire
@@ -130,6 +131,9 @@ class PlanningState:
             PlanningError: the plans do not fit together, or the planner's metadata says more than its plans: the
                 checkpoint's metadata is rebuilt from the plans alone.
         """
+        planner = self.planner
+        if type(planner) is DefaultSavePlanner:
+            return stock_global_plan(plans, to_lowest_rank=planner.dedup_save_to_lowest_rank)
         try:
             final, metadata = self.planner.create_global_plan([from_wire(plan) for plan in plans])
         except Exception as error:

@@ -7,7 +7,7 @@ import io
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,12 @@ from ckpt_proto.codec import decode, encode
 from ckpt_proto.errors import AlreadyCommitted, IncompleteCheckpoint, StorageError
 from ckpt_proto.messages import Heartbeat
 from ckpt_proto.plan_items import PlanItem
-from ckpt_proto.shard_manifest import ManifestEntry, ShardManifest
+from ckpt_proto.shard_manifest import ManifestEntry, ShardManifest, StoredManifest
 from ckpt_sidecar import commit, durable_fs
 from ckpt_sidecar.actions import Publish
-from ckpt_sidecar.commit import build_metadata, check_complete, publish_checkpoint, read_manifests
+from ckpt_sidecar.commit import check_complete, publish_checkpoint, read_manifests
+from ckpt_sidecar.metadata_build import StoredFile, build_metadata
+from ckpt_sidecar.metadata_template import MetadataTemplates
 from testkit.plans import (
     bytes_item,
     persist_attempt,
@@ -70,14 +72,23 @@ def directory_of(order: Publish) -> Path:
 
 
 def manifests_of(order: Publish) -> list[ShardManifest]:
+    return [stored.whole() for stored in stored_of(order)]
+
+
+def stored_of(order: Publish) -> list[StoredManifest]:
     return read_manifests(directory_of(order), order.save.save_id, order.world_size)
+
+
+def metadata_of(order: Publish) -> Metadata:
+    """What is published at a place called where."""
+    return build_metadata([StoredFile.of(manifest) for manifest in manifests_of(order)], "where", order.save.save_id)
 
 
 def rewrite(order: Publish, rank: int, change: Callable[[ShardManifest], ShardManifest]) -> None:
     path = directory_of(order) / manifest_name(rank, order.save.save_id)
-    manifest = decode(path.read_bytes())
-    assert isinstance(manifest, ShardManifest)
-    path.write_bytes(encode(change(manifest)))
+    stored = decode(path.read_bytes())
+    assert isinstance(stored, StoredManifest)
+    path.write_bytes(encode(StoredManifest.of(change(stored.whole()))))
 
 
 def read_metadata(order: Publish) -> Metadata:
@@ -122,7 +133,7 @@ def test_the_metadata_is_that_of_stock_planner_and_writer(tmp_path: Path, planne
     states = states_of_ranks(WORLD_SIZE)
     stock = save_by_stock(tmp_path / "stock", states, planner)
     order = persist_attempt(tmp_path / "ours", states, new_planner=planner)
-    ours = build_metadata(manifests_of(order), "where")
+    ours = metadata_of(order)
 
     assert ours.state_dict_metadata == stock.state_dict_metadata
     assert ours.planner_data == stock.planner_data
@@ -164,7 +175,7 @@ def test_the_pickle_has_stock_names_only(attempt: Publish) -> None:
     content = (directory_of(attempt) / METADATA_NAME).read_bytes()
     Watching(io.BytesIO(content)).load()
     assert names <= STOCK_NAMES
-    assert content[:2] == b"\x80\x04"  # protocol 4, as DCP's own
+    assert content[:2] == b"\x80\x03"  # protocol 3: what every Python and DCP reads
 
 
 def test_stock_dcp_loads_what_the_ranks_held(attempt: Publish) -> None:
@@ -200,7 +211,7 @@ def test_a_state_dict_of_nothing_can_be_committed(tmp_path: Path) -> None:
 
 def test_properties_of_tensors_are_kept(tmp_path: Path) -> None:
     order = persist_attempt(tmp_path, [{"p": torch.nn.Parameter(torch.ones(2)), "q": torch.ones(2), "b": 1}])
-    state = build_metadata(manifests_of(order), "where").state_dict_metadata
+    state = metadata_of(order).state_dict_metadata
     assert state["p"].properties.requires_grad
     assert not state["q"].properties.requires_grad
     assert isinstance(state["b"], BytesStorageMetadata)
@@ -217,7 +228,7 @@ def refused(order: Publish, match: str) -> None:
 
 
 def test_a_complete_attempt_is_published(attempt: Publish) -> None:
-    check_complete(directory_of(attempt), manifests_of(attempt), attempt)
+    check_complete(directory_of(attempt), stored_of(attempt), attempt)
     publish_checkpoint(attempt)
     assert (directory_of(attempt) / METADATA_NAME).exists()
 
@@ -370,16 +381,15 @@ def entry(item: PlanItem) -> ManifestEntry:
         ([tensor_item("a", ()), tensor_item("a", ())], "a at .* is stored twice"),
     ],
 )
-def test_the_entries_must_add_up(tmp_path: Path, items: list[PlanItem], complaint: str | None) -> None:
+def test_the_entries_must_add_up(items: list[PlanItem], complaint: str | None) -> None:
     entries = tuple(map(entry, items))
     manifest = ShardManifest(save_key(), 0, 1, "p", "file", 0, torch.__version__, False, entries)
-    (tmp_path / "file").write_bytes(b"")
-    order = Publish(save_key(), "/", 1, "p", (len(items),), False)
+    stored = StoredManifest.of(manifest)
     if complaint is None:
-        check_complete(tmp_path, [manifest], order)
+        assert MetadataTemplates().pickled([stored], "where")
     else:
         with pytest.raises(IncompleteCheckpoint, match=complaint):
-            check_complete(tmp_path, [manifest], order)
+            MetadataTemplates().pickled([stored], "where")
 
 
 # ---------------------------------------------------------------- who was first
@@ -399,13 +409,13 @@ def test_somebody_who_commits_between_the_look_and_the_act_stays(
     attempt: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = directory_of(attempt) / METADATA_NAME
-    real = commit.build_metadata
+    real = commit.publish
 
-    def build_late(*args: Any) -> Metadata:
+    def publish_late(*args: Any, **options: Any) -> None:
         target.write_bytes(b"somebody else's")
-        return real(*args)
+        real(*args, **options)
 
-    monkeypatch.setattr(commit, "build_metadata", build_late)
+    monkeypatch.setattr(commit, "publish", publish_late)
     with pytest.raises(AlreadyCommitted):
         publish_checkpoint(attempt)
     assert target.read_bytes() == b"somebody else's"
@@ -453,14 +463,14 @@ def test_what_is_published_and_cannot_be_made_durable_is_not_reported_as_unpubli
 
 
 def test_two_who_publish_one_attempt_at_once_both_succeed(attempt: Publish, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = commit.build_metadata
+    real = commit.publish
 
-    def build_late(*args: Any) -> Metadata:
-        monkeypatch.setattr(commit, "build_metadata", real)
+    def publish_late(*args: Any, **options: Any) -> None:
+        monkeypatch.setattr(commit, "publish", real)
         publish_checkpoint(attempt)
-        return real(*args)
+        real(*args, **options)
 
-    monkeypatch.setattr(commit, "build_metadata", build_late)
+    monkeypatch.setattr(commit, "publish", publish_late)
     publish_checkpoint(attempt)
     assert read_metadata(attempt).storage_meta.save_id == attempt.save.save_id  # type: ignore[union-attr]
     assert names_in(attempt) == {METADATA_NAME, *files_of(attempt)}
@@ -540,12 +550,14 @@ def test_an_earlier_save_of_a_session_never_replaces_a_later_one(
     first = persist_attempt(tmp_path, [{"a": 1}], save_key(seq=9), overwrite=True)
     later = persist_attempt(tmp_path, [{"a": 2}], save_key(seq=12), overwrite=True)
 
-    def built_meanwhile(manifests: Sequence[ShardManifest], where: str) -> Metadata:
-        monkeypatch.setattr("ckpt_sidecar.commit.build_metadata", build_metadata)
-        publish_checkpoint(later, remove_superseded=False)
-        return build_metadata(manifests, where)
+    real = commit.publish
 
-    monkeypatch.setattr("ckpt_sidecar.commit.build_metadata", built_meanwhile)
+    def published_meanwhile(*args: Any, **options: Any) -> None:
+        monkeypatch.setattr(commit, "publish", real)
+        publish_checkpoint(later, remove_superseded=False)
+        real(*args, **options)
+
+    monkeypatch.setattr(commit, "publish", published_meanwhile)
     for _ in range(2):
         with pytest.raises(AlreadyCommitted, match=f"by a later save, {later.save.save_id}"):
             publish_checkpoint(first)

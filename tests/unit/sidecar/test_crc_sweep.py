@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt_proto.codec import unpack_records
 from ckpt_proto.plan_items import Plan
+from ckpt_proto.shard_manifest import LayoutEntry
 from ckpt_sidecar.crc_sweep import CrcSweep
 from ckpt_sidecar.dcp_layout import lay_out
 from testkit.plans import bytes_item, fill_at_random, region_of, tensor_item
@@ -48,7 +50,7 @@ def test_crcs_are_right_and_final_before_their_window_is_passed(
             sweep.advance(limit)
             assert mapping[: len(passed)] == passed  # what the writer has taken is never changed again
             passed = mapping[:limit]
-        entries = sweep.entries()
+        crcs, places = sweep.crcs(), sweep.byte_places()
         sweep.close()
 
         expected = {}
@@ -63,8 +65,12 @@ def test_crcs_are_right_and_final_before_their_window_is_passed(
             expected[item.fqn] = (position, len(content), zlib.crc32(content))
             position += len(content)
         assert passed == mapping[:nbytes]
-        assert {e.item.fqn: (e.offset_bytes, e.length_bytes, e.crc32) for e in entries} == expected
-        assert tuple(entry.item for entry in entries) == items
+        stored = unpack_records(LayoutEntry, layout.packed)
+        assert tuple(entry.item for entry in stored) == items
+        values = iter(zip(places[::2], places[1::2], strict=True))
+        for entry, crc in zip(stored, crcs, strict=True):
+            place = (entry.offset_bytes, entry.length_bytes) if entry.item.is_framed else next(values)
+            assert (*place, crc) == expected[entry.item.fqn]
 
 
 @REPEATABLE
@@ -78,7 +84,7 @@ def test_a_second_save_in_the_same_region_gets_its_own_crcs(region: tuple[Plan, 
             sweep = CrcSweep(layout, lengths, mapping)
             for limit in [*range(window, layout.file_bytes(lengths), window), layout.file_bytes(lengths)]:
                 sweep.advance(limit)
-            crcs = [entry.crc32 for entry in sweep.entries() if entry.item.is_framed]
+            crcs = [crc for item, crc in zip(items, sweep.crcs(), strict=True) if item.is_framed]
             sweep.close()
             assert crcs == [zlib.crc32(mapping[e.payload_offset : e.payload_end]) for e in layout.framed]
 
@@ -90,9 +96,9 @@ def test_going_back_changes_nothing() -> None:
         sweep = CrcSweep(layout, (), mapping)
         for limit in (3000, 100, 0, 3000, layout.byte_offset, 50):
             sweep.advance(limit)
-        [entry] = sweep.entries()
+        [crc] = sweep.crcs()
         sweep.close()
-        assert entry.crc32 == zlib.crc32(mapping[layout.framed[0].payload_offset : layout.framed[0].payload_end])
+        assert crc == zlib.crc32(mapping[layout.framed[0].payload_offset : layout.framed[0].payload_end])
 
 
 def test_there_are_no_entries_before_the_end() -> None:
@@ -101,7 +107,7 @@ def test_there_are_no_entries_before_the_end() -> None:
         sweep = CrcSweep(layout, (), mapping)
         sweep.advance(layout.framed[0].payload_end - 1)
         with pytest.raises(AssertionError, match="has not reached the end"):
-            sweep.entries()
+            sweep.crcs()
         sweep.close()
 
 

@@ -14,7 +14,7 @@ from ckpt_proto.codec import MAX_MESSAGE_BYTES, decode, encode
 from ckpt_proto.errors import StorageError
 from ckpt_proto.identity import SaveKey
 from ckpt_proto.messages import Heartbeat
-from ckpt_proto.shard_manifest import ShardManifest
+from ckpt_proto.shard_manifest import ShardManifest, StoredManifest
 from ckpt_sidecar.actions import ListShards
 from ckpt_sidecar.events import ListedShard
 from ckpt_sidecar.ledger import durable_shard, list_shards
@@ -30,7 +30,7 @@ def lay(directory: Path, rank: int = 0, save: SaveKey = SAVE, world_size: int = 
     where.mkdir(exist_ok=True)
     name = data_file_name(rank, save.save_id)
     (where / name).write_bytes(b"\0" * NBYTES)
-    manifest = ShardManifest(save, rank, world_size, PLAN_ID, name, NBYTES, TORCH, overwrite, ())
+    manifest = StoredManifest.of(ShardManifest(save, rank, world_size, PLAN_ID, name, NBYTES, TORCH, overwrite, ()))
     (where / manifest_name(rank, save.save_id)).write_bytes(encode(manifest))
     return where
 
@@ -89,7 +89,7 @@ def manifest_of_another_save(where: Path) -> None:
 def manifest_of_another_file(where: Path) -> None:
     path = where / manifest_name(0, SAVE.save_id)
     manifest = decode(path.read_bytes())
-    assert isinstance(manifest, ShardManifest)
+    assert isinstance(manifest, StoredManifest)
     (where / "elsewhere").write_bytes(b"\0" * NBYTES)
     path.write_bytes(encode(replace(manifest, file_name="elsewhere")))
 

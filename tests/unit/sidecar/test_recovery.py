@@ -23,6 +23,7 @@ from ckpt_proto.codec import encode
 from ckpt_proto.errors import StorageError
 from ckpt_proto.identity import SaveKey
 from ckpt_proto.messages import Heartbeat
+from ckpt_proto.shard_manifest import StoredManifest
 from ckpt_sidecar import durable_fs, recovery, step_survey
 from ckpt_sidecar.actions import Publish
 from ckpt_sidecar.commit import publish_checkpoint, read_manifests
@@ -466,8 +467,9 @@ def test_a_storage_that_fails_to_publish_is_a_problem_of_that_step_and_nothing_e
 
 def rewrite(root: Path, order: Publish, rank: int, change: Callable[[Any], Any]) -> None:
     directory = root / f"step-{order.save.step}"
-    manifest = read_manifests(directory, order.save.save_id, order.world_size)[rank]
-    (directory / manifest_name(rank, order.save.save_id)).write_bytes(encode(change(manifest)))
+    stored = read_manifests(directory, order.save.save_id, order.world_size)[rank]
+    changed = StoredManifest.of(change(stored.whole()))
+    (directory / manifest_name(rank, order.save.save_id)).write_bytes(encode(changed))
 
 
 BAD_MANIFESTS: dict[str, Callable[[Path, Publish], Any]] = {

@@ -17,7 +17,7 @@ import torch
 from ckpt_proto.codec import decode
 from ckpt_proto.errors import CheckpointError, StorageError
 from ckpt_proto.plan_items import Plan
-from ckpt_proto.shard_manifest import ShardManifest
+from ckpt_proto.shard_manifest import StoredManifest
 from ckpt_sidecar import durable_fs, shard_writer
 from ckpt_sidecar.data_file import DataFile
 from ckpt_sidecar.dcp_layout import ShardLayout, lay_out
@@ -96,7 +96,7 @@ def test_the_manifest_says_what_lies_where(tmp_path: Path, region: tuple[ShardLa
     layout, _ = region
     nbytes, _ = write(tmp_path, region, io)
     manifest = decode((tmp_path / "step-5" / f"{NAME}.manifest").read_bytes())
-    assert isinstance(manifest, ShardManifest)
+    assert isinstance(manifest, StoredManifest)
     order = write_order(tmp_path, ITEMS, LENGTHS, overwrite=True)
     assert (manifest.save, manifest.rank, manifest.world_size) == (order.submit.save, 0, 1)
     assert (manifest.plan_id, manifest.overwrite) == (order.submit.plan_id, True)
@@ -104,9 +104,9 @@ def test_the_manifest_says_what_lies_where(tmp_path: Path, region: tuple[ShardLa
     assert manifest.torch_version == torch.__version__
 
     content = (tmp_path / "step-5" / f"{NAME}.distcp").read_bytes()
-    assert tuple(entry.item for entry in manifest.entries) == ITEMS
-    tensors = [entry for entry in manifest.entries if entry.item.is_framed]
-    values = [entry for entry in manifest.entries if not entry.item.is_framed]
+    assert tuple(entry.item for entry in manifest.whole().entries) == ITEMS
+    tensors = [entry for entry in manifest.whole().entries if entry.item.is_framed]
+    values = [entry for entry in manifest.whole().entries if not entry.item.is_framed]
     for framed, entry in zip(layout.framed, tensors, strict=True):
         (tmp_path / "one").write_bytes(content[entry.offset_bytes : entry.offset_bytes + entry.length_bytes])
         loaded = torch.load(tmp_path / "one", weights_only=True)
