@@ -7,6 +7,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.dev-environment
 CONSTRAINTS := tests/constraints-dev.txt
+BENCH_VENV := .venv-bench
+BENCH_STAMP := $(BENCH_VENV)/.bench-environment
+BENCH_REQUIREMENTS := tests/benchmarks/requirements.txt
 SHELL_SCRIPTS = .ci/run $(shell find deploy examples -name '*.sh' 2>/dev/null)
 
 .DEFAULT_GOAL := help
@@ -44,10 +47,16 @@ format: venv ## let ruff format the code and repair what it can
 demo: venv ## run examples/demo.py
 	$(BIN)/python examples/demo.py $(ARGS)
 
-bench: venv ## run tests/benchmarks
-	$(BIN)/python tests/benchmarks/bench.py $(ARGS)
-	$(BIN)/python tests/benchmarks/tensor_count.py
+# The peers need more than we do, so they get an environment of their own.
+$(BENCH_STAMP): pyproject.toml $(BENCH_REQUIREMENTS)
+	test -x $(BENCH_VENV)/bin/python || $(PYTHON) -m venv $(BENCH_VENV)
+	$(BENCH_VENV)/bin/python -m pip install -c $(BENCH_REQUIREMENTS) torch
+	$(BENCH_VENV)/bin/python -m pip install -r $(BENCH_REQUIREMENTS) -e .
+	@touch $@
+
+bench: $(BENCH_STAMP) ## run tests/benchmarks (ARGS=--long)
+	$(BENCH_VENV)/bin/python tests/benchmarks/bench.py $(ARGS)
 
 clean: ## remove the environment, caches and build results
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) bench-results build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

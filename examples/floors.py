@@ -63,6 +63,28 @@ class RankFloor:
             os.close(fd)
             self._path.unlink()
 
+    def read_s(self) -> float:
+        """Seconds to read as many bytes from the disk into the mapping, past the page cache."""
+        fd = _create_direct(self._path)
+        try:
+            self._write_all(fd)
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+        fd = _open_direct(self._path)
+        try:
+            start = time.perf_counter()
+            with memoryview(self._mapping) as view:
+                for offset in range(0, len(view), WRITE_BYTES):
+                    with view[offset : offset + WRITE_BYTES] as part:
+                        if os.preadv(fd, [part], offset) != len(part):
+                            raise OSError("short read of the floor")
+            return time.perf_counter() - start
+        finally:
+            os.close(fd)
+            self._path.unlink()
+
     def _write_all(self, fd: int) -> None:
         os.posix_fallocate(fd, 0, len(self._mapping))
         with memoryview(self._mapping) as view:
@@ -121,6 +143,15 @@ def _create_direct(path: Path) -> int:
             raise
     path.unlink(missing_ok=True)  # the kernel creates the file before the file system refuses O_DIRECT
     return os.open(path, flags, 0o600)
+
+
+def _open_direct(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    return os.open(path, os.O_RDONLY)
 
 
 def _page_up(nbytes: int) -> int:

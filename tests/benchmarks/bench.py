@@ -1,128 +1,154 @@
-"""What a save costs beside what this machine can do at all: `make bench`.
+"""What saving costs, beside what this machine can do at all and beside every peer, in one run: `make bench`.
 
-    python tests/benchmarks/bench.py --mb 512 --json bench.json
+    python tests/benchmarks/bench.py            # small: about a quarter of an hour
+    python tests/benchmarks/bench.py --long
 
-For 1 rank and for 2, floors and saves take turns in one run, so that a slow minute of the disk hits both;
-the table gives medians over the repeats, each of the slowest rank, and ratios of these medians.
+Everything compared takes turns, so that a slow minute of the machine hits all of it: systems run after each other again
+and again, and within a run stretches of training with and without a save, and floors and saves. Figures are medians.
+Writes the report, its plots and what was measured into `--output`.
 """
 
 import argparse
 import json
 import os
 import platform
-import statistics
+import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = ROOT / "examples"
-RANK_SCRIPT = Path(__file__).with_name("bench_rank.py")
-TARGET_RATIO = 1.3
-"""For the stall over one warm copy, and for the write over a raw direct write + fsync."""
-METRICS = (
-    ("stall_s", "save() blocks", ("copy_s",), True),
-    ("write_s", "staged to persisted", ("write_s",), True),
-    ("persisted_s", "call to persisted", ("copy_s", "write_s"), True),
-    ("committed_s", "call to committed", ("copy_s", "write_s"), False),
-)
-"""Time, its name, the floors it cannot beat one after the other, and whether it has a target."""
+import torch
+from processes import MARK
+
+HERE = Path(__file__).resolve().parent
+EXAMPLES = HERE.parents[1] / "examples"
 
 sys.path.insert(0, str(EXAMPLES))
-from tables import markdown_table  # noqa: E402
+from plots import draw  # noqa: E402
+from report import write_report  # noqa: E402
+from systems import SYSTEMS  # noqa: E402
+from training_rank import MATRIX  # noqa: E402
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of the table: a time or a size beside its floor, and whether it meets its target."""
+class Mode:
+    """How much is measured. ``mb`` is the state of all ranks together, in 10^6 bytes."""
 
-    ranks: int
-    metric: str
-    ours: str
-    floor: str = ""
-    ratio: str = ""
-    target: str = ""
-    met: bool | None = None
-
-    def cells(self) -> list[str]:
-        verdict = {None: "", True: "met", False: "missed"}[self.met]
-        return [str(self.ranks), self.metric, self.ours, self.floor, self.ratio, self.target, verdict]
+    mb: int
+    steps: int
+    step_s: float
+    rounds: int
+    passes: int
+    repeats: int
+    counts: tuple[int, ...]
+    worlds: tuple[int, ...]
 
 
-def measure(ranks: int, args: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """Run the ranks under the launcher, as a user would; what they measured, as `bench_rank.py` says."""
-    result = work / f"{ranks}.json"
-    script = [str(RANK_SCRIPT), "--mb", str(args.mb), "--repeats", str(args.repeats)]
-    script += ["--directory", str(work / f"ranks-{ranks}"), "--output", str(result)]
-    job_id = f"bench-{os.getpid()}-{ranks}"
-    script += ["--job-id", job_id]
-    torchrun = ["--standalone", "--nproc-per-node", str(ranks), *script]
-    command = [sys.executable, "-m", "ckpt_sidecar.launcher", "--job-id", job_id, "--", *torchrun]
-    path = os.pathsep.join(filter(None, [str(EXAMPLES), os.environ.get("PYTHONPATH")]))
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}
-    subprocess.run(command, check=True, env=environment, timeout=args.timeout_s)
-    measured: dict[str, Any] = json.loads(result.read_text())
-    return measured
+SMALL = Mode(256, 30, 0.05, 6, 1, 7, (1_000, 10_000, 30_000), (64, 128, 256))
+LONG = Mode(512, 40, 0.1, 5, 3, 9, (1_000, 10_000, 30_000), (128, 256, 512, 1024))
 
 
-def rows(measured: dict[str, Any]) -> Iterator[Row]:
-    """The table of one number of ranks."""
-    ranks, floors, saves = measured["ranks"], measured["repeats"]["floors"], measured["repeats"]["saves"]
-    for when, repeats in (("first", saves[:1]), ("later", saves[1:])):
-        for metric, name, floor_names, targeted in METRICS:
-            below = [{"floor_s": sum(times[floor] for floor in floor_names)} for times in floors]
-            ratio = _median(repeats, metric) / _median(below, "floor_s")
-            has_target = when == "later" and targeted
-            yield Row(
-                ranks,
-                f"{when} save: {name}",
-                _ms(repeats, metric),
-                f"{' + '.join(floor.removesuffix('_s') for floor in floor_names)} {_ms(below, 'floor_s')}",
-                f"{ratio:.2f}",
-                f"<= {TARGET_RATIO}" if has_target else "",
-                ratio <= TARGET_RATIO if has_target else None,
-            )
-    allocated, kept = measured["second_save_allocated_bytes"], measured["second_save_keeps_regions"]
-    yield Row(ranks, "second save: allocates", f"{allocated} bytes", target="0 bytes", met=allocated == 0)
-    yield Row(ranks, "second save: same regions", str(kept).lower(), target="true", met=kept)
+class Bench:
+    """Runs scripts under the launcher, as a user would, and collects what they have measured."""
+
+    def __init__(self, mode: Mode, work: Path, timeout_s: float) -> None:
+        self._mode = mode
+        self._work = work
+        self._timeout_s = timeout_s
+
+    def floors_and_saves(self, ranks: int) -> dict[str, Any]:
+        """What `bench_rank.py` says."""
+        mode = self._mode
+        return self._launch("bench_rank.py", ranks, ["--mb", str(mode.mb), "--repeats", str(mode.repeats)], "--job-id")
+
+    def training(self, system: str, ranks: int, products: int) -> list[dict[str, Any]] | None:
+        """What `training_rank.py` says, of each rank; None if the system does not run here."""
+        mode = self._mode
+        options = ["--system", system, "--mb", str(mode.mb), "--steps", str(mode.steps), "--products", str(products)]
+        try:
+            return self._launch("training_rank.py", ranks, [*options, "--rounds", str(mode.rounds)], "--mark")
+        except subprocess.CalledProcessError as error:
+            print(f"{system} with {ranks} ranks has failed: {error}", file=sys.stderr)
+            return None
+
+    def script(self, name: str, *options: str) -> Any:
+        """What another script writes as JSON."""
+        result = self._work / f"{name}.json"
+        subprocess.run([sys.executable, str(HERE / name), *options, "--json", str(result)], check=True)
+        return json.loads(result.read_text())
+
+    def _launch(self, script: str, ranks: int, options: Sequence[str], name_flag: str) -> Any:
+        name = f"bench-{secrets.token_hex(4)}"
+        result = self._work / f"{name}.json"
+        command = [sys.executable, "-m", "ckpt_sidecar.launcher", "--job-id", name, "--"]
+        command += ["--standalone", "--nproc-per-node", str(ranks), str(HERE / script), *options, name_flag, name]
+        command += ["--directory", str(self._work / name), "--output", str(result)]
+        path = os.pathsep.join(filter(None, [str(EXAMPLES), os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, MARK: name}
+        subprocess.run(command, check=True, env=environment, timeout=self._timeout_s)
+        return json.loads(result.read_text())
 
 
-def _median(repeats: list[dict[str, float]], name: str) -> float:
-    return statistics.median(times[name] for times in repeats)
+def products_of(step_s: float) -> int:
+    """How many matrix products take about so long on an idle core."""
+    torch.set_num_threads(1)
+    left, right = torch.randn(MATRIX, MATRIX), torch.randn(MATRIX, MATRIX)
+    times = []
+    for _ in range(20):
+        began_s = time.perf_counter()
+        torch.mm(left, right)
+        times.append(time.perf_counter() - began_s)
+    return max(1, round(step_s / min(times)))
 
 
-def _ms(repeats: list[dict[str, float]], name: str) -> str:
-    """Median and, of several, the range: a verdict near its target can flip from run to run."""
-    middle = f"{_median(repeats, name) * 1e3:.0f} ms"
-    seconds = [times[name] for times in repeats]
-    return middle if len(repeats) == 1 else f"{middle} ({min(seconds) * 1e3:.0f}-{max(seconds) * 1e3:.0f})"
-
-
-def print_report(results: list[dict[str, Any]], args: argparse.Namespace) -> None:
-    machine = f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {results[0]['torch']}"
-    print(f"\n{args.mb} MB of state, medians (and ranges) of {args.repeats} repeats, {machine}\n")
-    headings = ("ranks", "metric", "ours", "floor", "ratio", "target", "")
-    print(markdown_table(headings, [row.cells() for result in results for row in rows(result)]))
+def measure(mode: Mode, args: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """Everything, one thing after the other."""
+    bench = Bench(mode, work, args.timeout_s)
+    products = products_of(mode.step_s)
+    training: dict[str, dict[str, list[Any]]] = {str(ranks): {} for ranks in args.ranks}
+    for number in range(mode.passes):
+        for ranks in args.ranks:
+            for system in args.systems:
+                print(f"\n== pass {number + 1} of {mode.passes}: {system}, {ranks} rank(s)", flush=True)
+                found = bench.training(system, ranks, products)
+                if found is not None:
+                    training[str(ranks)].setdefault(system, []).append(found)
+    counts = [str(count) for count in mode.counts]
+    return {
+        "machine": f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}",
+        "mode": asdict(mode),
+        "training": training,
+        "saves": [bench.floors_and_saves(ranks) for ranks in args.ranks],
+        "tensor_count": bench.script("tensor_count.py", "--counts", *counts, "--directory", str(work)),
+        "scale": bench.script("scale.py", "--ranks", *map(str, mode.worlds)),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mb", type=int, default=512, help="state of all ranks together, in 10^6 bytes")
-    parser.add_argument("--repeats", type=int, default=7, help="later saves, and floors between them")
+    parser.add_argument("--long", action="store_true", help="twice the state, more repeats, 1,024 simulated ranks")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS))
     parser.add_argument("--directory", type=Path, help="on the disk to measure; default: the system's temp")
-    parser.add_argument("--json", type=Path, help="also write what was measured to this file")
-    parser.add_argument("--timeout-s", type=float, default=600, help="for each number of ranks")
+    parser.add_argument("--output", type=Path, default=Path("bench-results"), help="for report, plots and JSON")
+    parser.add_argument("--timeout-s", type=float, default=600, help="for each run of a system")
+    parser.add_argument("--from-json", type=Path, help="measure nothing: report what an earlier run has measured")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="ckpt-bench-", dir=args.directory) as work:
-        results = [measure(ranks, args, Path(work)) for ranks in args.ranks]
-    print_report(results, args)
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1))
+    args.output.mkdir(parents=True, exist_ok=True)
+    if args.from_json:
+        results = json.loads(args.from_json.read_text())
+    else:
+        with tempfile.TemporaryDirectory(prefix="ckpt-bench-", dir=args.directory) as work:
+            results = measure(LONG if args.long else SMALL, args, Path(work))
+        (args.output / "bench.json").write_text(json.dumps(results))
+    print(write_report(results, args.output / "report.md"))
+    draw(results, args.output)
+    print(f"\nreport, plots and JSON are in {args.output}")
 
 
 if __name__ == "__main__":

@@ -71,6 +71,23 @@ def timed_save(client: CheckpointClient, state: dict[str, DTensor], step: int) -
     }
 
 
+def timed_load(client: CheckpointClient, state: dict[str, DTensor], floor: RankFloor, step: int) -> Times:
+    """A checkpoint read back from the disk: direct writes have left nothing of it in the page cache. Its floor reads
+    as many raw bytes, in the other order each time."""
+    times: Times = {}
+
+    def load_s() -> float:
+        start = time.perf_counter()
+        client.load(state, step)
+        return time.perf_counter() - start
+
+    parts = [("load_s", load_s), ("read_s", floor.read_s)]
+    for name, measure_s in parts if step % 2 else reversed(parts):
+        dist.barrier()
+        times[name] = measure_s()
+    return times
+
+
 def slowest_rank(times: Times) -> Times:
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, times)
@@ -84,10 +101,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     args.directory.mkdir(parents=True, exist_ok=True)
     floors, saves, held = [], [], []
     with closing(RankFloor(locals_, args.directory)) as floor, CheckpointClient(args.directory / "saves") as client:
+        client.prepare(state).result()
         for step in range(args.repeats + 1):
             saves.append(slowest_rank(timed_save(client, state, step)))
             held.append(regions(args.job_id))
             floors.append(slowest_rank(timed_floors(floor, copy_first=step % 2 == 0)))
+        loads = [slowest_rank(timed_load(client, state, floor, step)) for step in range(args.repeats)]
     return {
         "ranks": dist.get_world_size(),
         "torch": torch.__version__,
@@ -95,7 +114,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "second_save_allocated_bytes": sum(size for _, size in held[1].values())
         - sum(size for _, size in held[0].values()),
         "second_save_keeps_regions": held[0] == held[1] != {},
-        "repeats": {"floors": floors, "saves": saves},
+        "repeats": {"floors": floors, "saves": saves, "loads": loads},
     }
 
 

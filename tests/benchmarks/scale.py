@@ -9,6 +9,7 @@ prints where the time of the largest world goes.
 
 import argparse
 import cProfile
+import json
 import os
 import pstats
 import sys
@@ -199,8 +200,8 @@ PLAN_PARTS = ("take proposals in", "hand them to rank 0", "plan on rank 0", "han
 COMMIT_PARTS = ("take reports in", "build and publish .metadata", "tell the ranks")
 
 
-def measure(ranks: int, items: int, saves: int, profile: cProfile.Profile | None) -> list[str]:
-    """One row of the table."""
+def measure(ranks: int, items: int, saves: int, profile: cProfile.Profile | None) -> dict[str, float]:
+    """CPU seconds by part, of the plan, the first commit, and the mean of later ones; and what each rank has said."""
     cost = Cost(profile)
     with tempfile.TemporaryDirectory(prefix="ckpt-scale-", dir="/dev/shm") as directory:
         world = World(ranks, items, Path(directory), cost)
@@ -209,14 +210,29 @@ def measure(ranks: int, items: int, saves: int, profile: cProfile.Profile | None
         first_s = sum(cost.seconds.pop(name) for name in COMMIT_PARTS)
         for seq in range(2, saves + 2):
             world.save(seq, plans)
-    parts = {name: cost.seconds[name] / (saves if name in COMMIT_PARTS else 1) for name in PLAN_PARTS + COMMIT_PARTS}
-    plan_us = sum(parts[name] for name in PLAN_PARTS) / (ranks * items) * 1e6
-    commit_s = sum(parts[name] for name in COMMIT_PARTS)
-    said = f"{world.messages / ranks:.0f} x {world.message_bytes / world.messages:.0f} B"
+    found = {name: cost.seconds[name] / (saves if name in COMMIT_PARTS else 1) for name in PLAN_PARTS + COMMIT_PARTS}
+    return found | {
+        "ranks": ranks,
+        "items": items,
+        "plan_item_us": sum(found[name] for name in PLAN_PARTS) / (ranks * items) * 1e6,
+        "first_commit_s": first_s,
+        "commit_s": sum(found[name] for name in COMMIT_PARTS),
+        "messages_per_rank": world.messages / ranks,
+        "bytes_per_message": world.message_bytes / world.messages,
+    }
+
+
+def row(found: dict[str, float]) -> list[str]:
+    """One row of the table."""
     return [
-        f"{ranks:,} x {items:,}", f"{plan_us:.1f} us", *(f"{parts[name]:.2f} s" for name in PLAN_PARTS), said,
-        f"{first_s:.2f} s", f"{commit_s:.2f} s", *(f"{parts[name]:.2f} s" for name in COMMIT_PARTS),
-    ]  # fmt: skip
+        f"{found['ranks']:,} x {found['items']:,}",
+        f"{found['plan_item_us']:.1f} us",
+        *(f"{found[name]:.2f} s" for name in PLAN_PARTS),
+        f"{found['messages_per_rank']:.0f} x {found['bytes_per_message']:.0f} B",
+        f"{found['first_commit_s']:.2f} s",
+        f"{found['commit_s']:.2f} s",
+        *(f"{found[name]:.2f} s" for name in COMMIT_PARTS),
+    ]
 
 
 def main() -> None:
@@ -224,10 +240,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[128, 256, 512, 1024])
     parser.add_argument("--items", type=int, default=1000)
     parser.add_argument("--saves", type=int, default=2, help="later saves; their mean is shown")
+    parser.add_argument("--json", type=Path, help="also write what was measured to this file")
     parser.add_argument("--profile", action="store_true", help="print where the time of the largest world goes")
     args = parser.parse_args()
     profile = cProfile.Profile() if args.profile else None
-    rows = [
+    measured = [
         measure(ranks, args.items, args.saves, profile if ranks == max(args.ranks) else None) for ranks in args.ranks
     ]
     headings = (
@@ -239,8 +256,10 @@ def main() -> None:
         "later commit",
         *COMMIT_PARTS,
     )
-    print(f"\nCPU seconds of coordinator and rank 0\n\n{markdown_table(headings, rows)}")
+    print(f"\nCPU seconds of coordinator and rank 0\n\n{markdown_table(headings, [row(found) for found in measured])}")
     print(f"\ntargets for 1,024 x 1,000: plan <= {ITEM_TARGET_US:g} us an item, later commit < {COMMIT_TARGET_S:g} s")
+    if args.json:
+        args.json.write_text(json.dumps(measured))
     if profile is not None:
         pstats.Stats(profile).sort_stats("tottime").print_stats(25)
 

@@ -8,6 +8,7 @@ in one call of torch. The table gives medians; `--profile` prints where the time
 
 import argparse
 import cProfile
+import json
 import pstats
 import statistics
 import sys
@@ -77,17 +78,21 @@ def main() -> None:
     parser.add_argument("--counts", type=int, nargs="+", default=[1_000, 10_000, 30_000])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--directory", type=Path, help="on the disk to measure; default: the system's temp")
+    parser.add_argument("--json", type=Path, help="also write the medians, in seconds, to this file")
     parser.add_argument("--profile", action="store_true", help="print where the time of the largest count goes")
     args = parser.parse_args()
     torch.set_num_threads(1)
     profile = cProfile.Profile() if args.profile else None
-    rows = []
+    rows, found = [], {}
     for count in args.counts:
         with tempfile.TemporaryDirectory(prefix="ckpt-bench-", dir=args.directory) as directory:
             chosen = profile if count == max(args.counts) else None
-            rows.append(row(count, measure(count, args.repeats, directory, chosen)))
+            found[count] = measure(count, args.repeats, directory, chosen)
+        rows.append(row(count, found[count]))
     headings = ("tensors", "one copy", "save()", "with overlap", "waited later", "each, beyond the copy", "target", "")
     print(f"\n1 rank, tensors of 1 KiB, medians of {args.repeats}\n\n{markdown_table(headings, rows)}")
+    if args.json:
+        args.json.write_text(json.dumps(found))
     if profile is not None:
         pstats.Stats(profile).sort_stats("tottime").print_stats(15)
 

@@ -68,6 +68,7 @@ class Saver:
         self._thread = StageThread()
         self._copy: HiddenCopy | None = None
         self._preparation: Preparation | None = None
+        self._small: tuple[object, bool] = (None, False)
         self._seq = 0
         self.last: SaveHandle | None = None
 
@@ -171,6 +172,8 @@ class Saver:
 
     def _copy_first(self, handle: SaveHandle, state: PlanningState, filling: Filling) -> HiddenCopy | None:
         """Copy what must be copied now; returns the copy of the rest. None if there is none: then nothing is copied."""
+        if self._is_all_small(filling):
+            return None
         sources = [_source(item.fqn, tensor) for item, tensor in zip(filling.items, filling.tensors, strict=True)]
         first, later = self._order.split(sources, self._buffers() | {NOWHERE})
         if not later:
@@ -185,6 +188,15 @@ class Saver:
         copy = HiddenCopy(handle, filling, batches(later, sources), watch, self._hand_over, self._give_up)
         filling.copy(first)
         return copy
+
+    def _is_all_small(self, filling: Filling) -> bool:
+        """Whether everything is copied in the call anyway. Looked at once for each plan: a job of many small tensors
+        would pay for it at every save."""
+        items, small = self._small
+        if items is not filling.items:
+            small = all(tensor.nbytes <= IN_CALL_BYTES for tensor in filling.tensors)
+            self._small = (filling.items, small)
+        return small
 
     def _hand_over(self, handle: SaveHandle, filling: Filling) -> None:
         submit = filling.seal()
