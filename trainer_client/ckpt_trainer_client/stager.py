@@ -38,6 +38,8 @@ class Stager:
         self._regions: dict[int, AttachedRegion] = {}
         self._is_closing = False
 
+    # Without gradients the local tensor of a DTensor is just there; with them it is an operation of autograd.
+    @torch.no_grad()
     def planning_state(self, state_dict: Mapping[str, Any], planner: SavePlanner | None) -> PlanningState:
         """``state_dict`` seen through its planner, recognised if it is like the one of the save before.
 
@@ -46,6 +48,7 @@ class Stager:
         """
         return PlanningState(state_dict, planner, is_coordinator=self._config.rank == 0, known=self._plan)
 
+    @torch.no_grad()
     def begin(self, save: SaveKey, state: PlanningState, *, overwrite: bool) -> Filling:
         """A region for what ``state`` resolves, its seal broken.
 
