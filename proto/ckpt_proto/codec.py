@@ -27,8 +27,8 @@ from ckpt_proto.version import PROTOCOL_VERSION
 MAX_MESSAGE_BYTES = 512 << 20
 """Largest frame that is sent or accepted: the plans of 1,024 ranks x 2,000 items are about 300 MiB."""
 
-LARGE_BYTES = 1 << 20
-"""Frames with tens of thousands of objects in them: the plans of many ranks."""
+LARGE_BYTES = 64 << 10
+"""Frames with thousands of objects in them: the plan of a rank, or of all."""
 
 _MAX_RULE_CHARS = 400
 

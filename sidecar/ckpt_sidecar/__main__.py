@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import json
 import logging
 import sys
@@ -20,10 +19,6 @@ from ckpt_proto.status import SidecarStatus
 from ckpt_sidecar.config import add_option, add_run_options, config_from
 from ckpt_sidecar.recover_command import add_recover_command
 from ckpt_sidecar.stand_in_command import add_stand_in_command
-
-GC_THRESHOLDS = (50_000, 20, 50)
-"""The cycle collector looks less often than by default (700, 10, 10): plans of a job are hundreds of thousands of
-objects without cycles, and looking through them again and again took half of the time of decoding them."""
 
 EXIT_OK, EXIT_DEGRADED, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_NOT_STARTED, EXIT_LOCK_TAKEN = 0, 1, 2, 2, 3, 4
 
@@ -82,7 +77,6 @@ def _run(parsed: argparse.Namespace) -> int:
     from ckpt_sidecar.daemon import Daemon
     from ckpt_sidecar.job_lock import JobLockTaken
 
-    gc.set_threshold(*GC_THRESHOLDS)
     try:
         daemon = Daemon(config_from(parsed))
     except JobLockTaken as error:
